@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -62,9 +62,6 @@ def adapter_config(
     r = Counter(part.r for part in parts).most_common(1)[0][0]
     alpha = Counter(part.lora_alpha for part in parts).most_common(1)[0][0]
     has_experts = any(isinstance(part, ExpertPart) for part in parts)
-    is_stacked = expert_format == "target_parameters"
-    parameters = [part.name for part in parts if isinstance(part, ExpertPart) and is_stacked]
-    modules = [_module_name(part, expert_format) for part in parts if part.name not in parameters]
     first, rows = lora[0], rows_by_path(updates)
     patterns = {_pattern(part, expert_format): part for part in parts}
     return {
@@ -76,8 +73,7 @@ def adapter_config(
         "lora_alpha": alpha,
         "lora_dropout": _dropout_of_experts(first.dropout) if has_experts else first.dropout,
         "use_rslora": first.parts[0].use_rslora,
-        "target_modules": _target_names(modules, adaptable, 1),
-        **({"target_parameters": _target_names(parameters, adaptable, 2)} if parameters else {}),
+        **_target_fields(parts, adaptable, expert_format),
         "rank_pattern": {name: part.r for name, part in patterns.items() if part.r != r},
         "alpha_pattern": {name: part.lora_alpha for name, part in patterns.items() if part.lora_alpha != alpha},
         "bias": "none",
@@ -87,6 +83,19 @@ def adapter_config(
         **({FIELD: rows} if rows else {}),
         "use_dora": False,
     }
+
+
+def _target_fields(
+    parts: Iterable[LoRAPart], adaptable: Collection[str] | None, expert_format: ExpertFormat
+) -> dict[str, list[str]]:
+    """The fields that name the adapted layers and parameters."""
+    is_stacked = expert_format == "target_parameters"
+    parameters = [part.name for part in parts if isinstance(part, ExpertPart) and is_stacked]
+    modules = [_module_name(part, expert_format) for part in parts if part.name not in parameters]
+    fields = {"target_modules": _target_names(modules, adaptable, 1)}
+    if parameters:
+        fields["target_parameters"] = _target_names(parameters, adaptable, 2)
+    return fields
 
 
 def _dropout_of_experts(dropout: float) -> float:
@@ -136,27 +145,44 @@ def _pattern(part: LoRAPart, expert_format: ExpertFormat) -> str:
     return rf"{re.escape(container(container(part.layers[0][0])))}\.\d+\.{leaf(part.layers[0][0])}"
 
 
+def _is_names(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+def _is_ids(value: Any) -> bool:
+    """Whether a value is a list of different token ids."""
+    if not isinstance(value, list) or not all(isinstance(id, int) and not isinstance(id, bool) for id in value):
+        return False
+    return len(set(value)) == len(value) and min(value, default=0) >= 0
+
+
+def _is_ids_by_name(value: Any) -> bool:
+    return value is None or (all(map(_is_ids, value.values())) if isinstance(value, dict) else _is_ids(value))
+
+
+FORMS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    "peft_type": (None, lambda value: value == "LORA", "must be 'LORA': other adapters are not implemented"),
+    "bias": ("none", lambda value: value == "none", "must be 'none': trained biases are not implemented"),
+    "init_lora_weights": (
+        True,
+        lambda value: value in INITS,
+        "changes the base weights too; save the adapter as a plain LoRA (PEFT has ways)",
+    ),
+    "modules_to_save": (None, _is_names, "must be a list of names"),
+    FIELD: (None, _is_ids_by_name, "must be a list of different token ids, or an object of such lists"),
+    "use_rslora": (None, lambda value: value is None or isinstance(value, bool), "must be true or false"),
+}
+"""Field -> its default, whether a value is read, and the reason of an error."""
+
+
 def check_config(config: Mapping[str, Any]) -> None:
     """Raise ConfigError, naming the field, if native LoRA does not support an adapter_config.json."""
-    if config.get("peft_type") != "LORA":
-        raise _error(config, "peft_type", "must be 'LORA': other adapters are not implemented")
-    if config.get("bias", "none") != "none":
-        raise _error(config, "bias", "must be 'none': trained biases are not implemented")
-    if config.get("init_lora_weights", True) not in INITS:
-        reason = "changes the base weights too; save the adapter as a plain LoRA (PEFT has ways)"
-        raise _error(config, "init_lora_weights", reason)
+    for name, (default, is_read, reason) in FORMS.items():
+        if not is_read(config.get(name, default)):
+            raise _error(config, name, reason)
     for name, value in config.items():
         if name not in NO_EFFECT | READ and value not in (None, False, [], {}):
             raise _error(config, name, "is not implemented by native LoRA")
-    modules = config.get("modules_to_save") or []
-    if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
-        raise _error(config, "modules_to_save", "must be a list of names")
-    rows = config.get(FIELD) or []
-    of_each = list(rows.values()) if isinstance(rows, dict) else [rows]
-    if not all(isinstance(ids, list) and all(map(_is_id, ids)) and len(set(ids)) == len(ids) for ids in of_each):
-        raise _error(config, FIELD, "must be a list of different token ids, or an object of such lists")
-    if not isinstance(config.get("use_rslora") or False, bool):
-        raise _error(config, "use_rslora", "must be true or false")
     for pattern, name in PATTERNS.items():
         _check_pattern(config, pattern, ranks=name == "r")
         if not _is_positive(config.get(name, 8), ranks=name == "r"):
@@ -221,10 +247,6 @@ def _check_pattern(config: Mapping[str, Any], name: str, *, ranks: bool) -> None
         except ValueError as error:
             reason = f"must have regular expressions as keys, and {short(expression)} {error}"
             raise _error(config, name, reason) from None
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _is_positive(value: Any, *, ranks: bool) -> bool:

@@ -96,19 +96,23 @@ def rows_of_file(
     indices = config.get(FIELD) or {}
     embeddings, tied = _embeddings(known, stored), model.config.head.tied
     by_key = dict(indices) if isinstance(indices, Mapping) else dict.fromkeys(embeddings or ["embed_tokens"], indices)
-    chosen: dict[str, tuple[str, Sequence[int]]] = {}
-    for path in sorted(stored):
-        # A tied head has rows of its own in the file if the vocabulary was resized.
-        places = [path, *embeddings] if tied else [path]
-        key = next((key for name in places for key in by_key if name.endswith(key)), None)
-        if key is None:
-            raise ConfigError(f"{ADAPTER_CONFIG}: field {FIELD!r} has no ids for {path}, whose rows {ADAPTER} has")
-        chosen[container(known[path])] = path, by_key[key]
+    # A tied head has rows of its own in the file if the vocabulary was resized.
+    places = {path: [path, *embeddings] if tied else [path] for path in sorted(stored)}
+    chosen = {container(known[path]): (path, _ids_of(places[path], by_key)) for path in places}
+    repeated = list(chosen["decoder.embed"][1]) if tied and "decoder.embed" in chosen else []
     for key, ids in by_key.items():
-        repeated = tied and "decoder.embed" in chosen and list(ids) == list(chosen["decoder.embed"][1])
-        if ids and not repeated and not any(path.endswith(key) for path in stored):
+        if list(ids) not in ([], repeated) and not any(path.endswith(key) for path in stored):
             raise CheckpointError(f"{ADAPTER}: has no rows of {key}, which {FIELD} of {ADAPTER_CONFIG} names")
     return _new_rows(model, chosen, dtype)
+
+
+def _ids_of(paths: Sequence[str], by_key: Mapping[str, Sequence[int]]) -> Sequence[int]:
+    """The ids of the first of `paths` that `trainable_token_indices` of adapter_config.json names by its end."""
+    for path in paths:
+        for key, ids in by_key.items():
+            if path.endswith(key):
+                return ids
+    raise ConfigError(f"{ADAPTER_CONFIG}: field {FIELD!r} has no ids for {paths[0]}, whose rows {ADAPTER} has")
 
 
 def initialize_rows(model: nn.Module) -> None:
