@@ -150,8 +150,9 @@ class Base:
 
     def _ids(self, tokens: Iterable[str]) -> dict[str, int]:
         """The ids of tokens that the tokenizer has."""
-        backend = Tokenizer(self.tokenizer).backend
-        return {token: id for token in tokens if (id := backend.token_to_id(token)) is not None}
+        wanted = list(tokens)
+        backend = Tokenizer(self.tokenizer).backend if wanted else None  # a base may have no tokenizer
+        return {token: id for token in wanted if backend and (id := backend.token_to_id(token)) is not None}
 
     def _warn_of_untrained(self, weights: Path, recipe: TrainingRecipe) -> None:
         """Warn if embeddings of the template's tokens, which the run does not train, are zero."""
