@@ -348,8 +348,10 @@ def _initialize_lora(model: CausalLM, plan: ParallelPlan | None) -> None:
         return
     if plan is None:
         return initialize_lora(model)
+    own = int(torch.randint(2**31, ()))  # the ranks' own random states may differ
+    seed = Ranks(model.parameters()).from_first("prepare", lambda: own)
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-        torch.manual_seed(0)  # the ranks' own random states may differ
+        torch.manual_seed(seed)
         initialize_lora(model)
 
 

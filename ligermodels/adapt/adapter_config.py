@@ -169,7 +169,7 @@ FORMS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
         "changes the base weights too; save the adapter as a plain LoRA (PEFT has ways)",
     ),
     "modules_to_save": (None, _is_names, "must be a list of names"),
-    FIELD: (None, _is_ids_by_name, "must be a list of different token ids, or an object of such lists"),
+    FIELD: (None, _is_ids_by_name, "must be a list of different token ids from 0 on, or an object of such lists"),
     "use_rslora": (None, lambda value: value is None or isinstance(value, bool), "must be true or false"),
 }
 """Field -> its default, whether a value is read, and the reason of an error."""

@@ -58,7 +58,7 @@ def chosen_rows(
     by_path = _by_path(indices, known, model.config.head.tied)
     chosen: dict[str, tuple[str, Sequence[int]]] = {}
     for path, ids in by_path.items():
-        _check_indices(ids, model.config.vocab_size)
+        _check_range(ids, model.config.vocab_size)
         if known[path] in {mapping.target for mapping in modules}:
             raise InputError(f"{FIELD}: {path} is trained whole by modules_to_save; leave it out of one of them")
         chosen[container(known[path])] = path, ids
@@ -262,26 +262,35 @@ def _embeddings(known: Mapping[str, str], paths: Collection[str]) -> list[str]:
 def _by_path(indices: Any, known: Mapping[str, str], tied: bool) -> dict[str, Sequence[int]]:
     """Path -> ids, without a tied head. InputError for other names, and for a tied head with ids of its own."""
     if not isinstance(indices, Mapping):
+        _check_ids(indices)
         return dict.fromkeys(_embeddings(known, known), indices)
     by_path: dict[str, Sequence[int]] = {}
     for key, ids in indices.items():
         matching = [path for path in known if isinstance(key, str) and key and path.endswith(key)]
         if len(matching) != 1:
             raise InputError(f"{FIELD}: {key!r} must name one of {', '.join(known)}")
+        if matching[0] in by_path:
+            raise InputError(f"{FIELD}: names {matching[0]} twice; give it once")
+        _check_ids(ids)
         by_path[matching[0]] = ids
     if tied:
         of_head = {path: ids for path, ids in by_path.items() if known[path] == HEAD}
         by_path = {path: ids for path, ids in by_path.items() if path not in of_head}
-        if any(by_path.get(path) != ids for ids in of_head.values() for path in _embeddings(known, known)):
+        others = [by_path.get(path, ()) for path in _embeddings(known, known)]
+        if any(set(ids) != set(other) for ids in of_head.values() for other in others):
             raise InputError(
                 f"{FIELD}: the LM head is tied to the embedding; give the embedding the same ids, or alone"
             )
     return by_path
 
 
-def _check_indices(ids: Any, vocab_size: int) -> None:
-    """Raise InputError unless these are different ids of tokens, at least one."""
+def _check_ids(ids: Any) -> None:
+    """Raise InputError unless these are different ids, at least one."""
     if not is_sequence(ids) or not ids or not all(map(is_whole, ids)) or len(set(ids)) < len(ids):
         raise InputError(f"{FIELD}: must be a list of different token ids, got {short(ids)}")
+
+
+def _check_range(ids: Sequence[int], vocab_size: int) -> None:
+    """Raise InputError for ids that the embedding does not have."""
     if not 0 <= min(ids) <= max(ids) < vocab_size:
         raise InputError(f"{FIELD}: must lie in [0, {vocab_size:,}), the rows of the embedding, got {short(ids)}")

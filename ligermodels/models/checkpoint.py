@@ -55,7 +55,9 @@ class OpenCheckpoint(NamedTuple):
 
     def export_spec(self, weight_map: WeightMap, repo_id: str | None) -> ExportSpec:
         """How a model that was loaded by `weight_map` is written again; `repo_id` names the checkpoint on the hub."""
-        family, spec = family_of(self.hf_config), export_spec(self.hf_config, self.config, weight_map, self.companions)
+        family = family_of(self.hf_config)
+        written = family.written_map(self.config, weight_map)
+        spec = export_spec(self.hf_config, self.config, written, self.companions)
         extra = sorted(self.reader.headers.keys() - weight_map.sources() - weight_map.aliases.keys())
         mtp = [(layout, family.mtp.layers_in(self.config, layout, extra)) for layout in family.layouts]
         stored_as = {mapping.target: mapping.views[0].source for mapping in weight_map.mappings}

@@ -81,14 +81,22 @@ class Family:
         Args:
             config: the decoder's config.
             stored: names of a checkpoint's tensors. If none has the prefix of a layout, as in checkpoints of a base
-                model such as Qwen3-Embedding ("layers.0..." instead of "model.layers.0..."), the maps without the
-                first part of the prefix are returned too. Default: the usual names only.
+                model such as Qwen3-Embedding ("layers.0..." instead of "model.layers.0..."), the maps without it are
+                returned too, in the same order. Default: the usual names only.
         """
-        layouts = [{"prefix": "model", **layout} for layout in self.layouts]
-        prefixes = tuple([f"{layout['prefix']}." for layout in layouts])
-        if stored and not any(name.startswith(prefixes) for name in stored):
-            layouts += [{**layout, "prefix": layout["prefix"].partition(".")[2]} for layout in layouts]
-        return [config.weight_map(**layout) for layout in layouts]
+        maps = [config.weight_map(**layout) for layout in self.layouts]
+        prefixes = tuple([f"{layout.get('prefix', 'model')}." for layout in self.layouts])
+        if stored and self.text is None and not any(name.startswith(prefixes) for name in stored):
+            maps += [config.weight_map(**{**layout, "prefix": ""}) for layout in self.layouts]
+        return maps
+
+    def written_map(self, config: DecoderConfig, weight_map: WeightMap) -> WeightMap:
+        """The weight map by which a model is written that was loaded by `weight_map`: the same one; or, if that is of
+        a base model's checkpoint without prefix, the map of the same layout with the usual names."""
+        maps = self.weight_maps(config, weight_map.sources())
+        usual, bare = maps[: len(self.layouts)], maps[len(self.layouts) :]
+        pairs = zip(usual, bare, strict=False)
+        return next((named for named, other in pairs if other.sources() == weight_map.sources()), weight_map)
 
 
 FAMILIES: dict[str, Family] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,14 +132,17 @@ class Base:
             original=original,
         )
 
-    def with_token_rows(self, recipe: R) -> R:
+    def with_token_rows(self, recipe: R, before: Mapping[str, Any]) -> R:
         """The recipe; with LoRA and new tokens, it also trains their rows of the embedding and the LM head.
 
-        If one of these is trained whole, or the head has a bias, which PEFT leaves out if it trains rows, both are.
+        If one of these is trained whole, or the head has a bias, which PEFT leaves out if it trains rows, both are. A
+        run that trained them whole before, by the settings of its checkpoint, continues so.
         """
         if not self.new_tokens or recipe.trains_embeddings:
             return recipe
         settings, model = recipe.settings(), from_config(self.config, device="meta")
+        if before and not before.get("lora_trainable_token_indices"):
+            settings = {**settings, "lora_modules_to_save": before["lora_modules_to_save"]}
         whole, modules = settings["lora_modules_to_save"], token_modules(model)
         if model.head.bias is not None or not {leaf(name) for name in whole}.isdisjoint(modules):
             name, values = "lora_modules_to_save", (*whole, *modules)

@@ -174,7 +174,8 @@ def settings_before(recipe: TrainingRecipe, before: Mapping[str, Any]) -> dict[s
     """A checkpoint's settings `before` under the names of this release, and its new settings at their defaults."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        return {**recipe.defaults(), **recipe.current_names(before)}
+        defaults = recipe.model_copy(update=recipe.defaults()).settings()
+        return {**defaults, **recipe.current_names(before)}
 
 
 def changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:

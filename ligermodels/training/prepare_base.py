@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ligermodels.adapt.lora import add_lora
 from ligermodels.adapt.saved_modules import token_modules
+from ligermodels.adapt.targets import leaf
 from ligermodels.arguments import QuantizedFormat
 from ligermodels.errors import ConfigError, arguments_named
 from ligermodels.models.causal_lm import CausalLM
@@ -19,7 +20,7 @@ def prepare_lora(recipe: FineTuningRecipe, model: CausalLM) -> None:
     if recipe.lora_rank is not None:
         names = {"target_modules": "lora_targets", "modules_to_save": "lora_modules_to_save"}
         names["trainable_token_indices"] = "lora_trainable_token_indices"
-        rows = recipe.lora_trainable_token_indices
+        rows, whole = recipe.lora_trainable_token_indices, {leaf(name) for name in recipe.lora_modules_to_save}
         with arguments_named(r="lora_rank", **names):
             add_lora(
                 model,
@@ -28,7 +29,8 @@ def prepare_lora(recipe: FineTuningRecipe, model: CausalLM) -> None:
                 lora_dropout=recipe.lora_dropout,
                 target_modules=recipe.lora_targets or "all-linear",
                 modules_to_save=recipe.lora_modules_to_save,
-                trainable_token_indices=dict.fromkeys(token_modules(model), rows) if rows else None,
+                trainable_token_indices={name: rows for name in token_modules(model) if rows and name not in whole}
+                or None,
             )
 
 

@@ -160,10 +160,10 @@ def plan_run(
 
     _check_recipe(recipe)
     base = Base.find(recipe, on_meta=on_meta)
-    recipe = base.with_token_rows(recipe)
     start, checkpoint = 0, dict[str, Any]()
     if resume and (newest := on_first_rank(checkpoints.newest)):
         start, checkpoint = newest
+    recipe = base.with_token_rows(recipe, checkpoint.get("recipe", {}))
     if checkpoint:
         recipe = same_recipe(recipe, checkpoint["recipe"])
     else:
@@ -211,9 +211,10 @@ def _tell_of_new_tokens(recipe: TrainingRecipe, base: Base, console: Console) ->
     """Say which tokens the chat template adds, and which rows or whole modules LoRA trains for them."""
     if base.new_tokens:
         console.say(f"the tokenizer and the embeddings get {', '.join(base.new_tokens)} for the chat template")
-        for name in ("lora_modules_to_save", "lora_trainable_token_indices"):
-            if values := recipe.settings().get(name):
-                console.say(f"{name}: is {', '.join(map(str, values))}, which trains the rows of the new tokens")
+        settings = recipe.settings()
+        names = ("lora_trainable_token_indices", "lora_modules_to_save")
+        if name := next((name for name in names if settings.get(name)), None):
+            console.say(f"{name}: is {', '.join(map(str, settings[name]))}, which trains the rows of the new tokens")
 
 
 def _check_start(recipe: TrainingRecipe) -> None:

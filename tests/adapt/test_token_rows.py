@@ -236,6 +236,8 @@ def test_a_vocabulary_grows_by_tokens_that_have_all_rows(tied: bool, tmp_path: P
         (LLAMA, {3: [3]}, "3 must name one of"),
         (TIED, {"lm_head": [3]}, "tied to the embedding"),
         (TIED, {"embed_tokens": [4], "lm_head": [3]}, "tied to the embedding"),
+        (TIED, {"embed_tokens": torch.tensor([4]), "lm_head": torch.tensor([4])}, "different token ids"),
+        (TIED, {"embed_tokens": [4], "model.embed_tokens": [3]}, "names model.embed_tokens twice"),
         (CONFIGS["ernie4_5_moe-biases"], {"lm_head": [4]}, "LM head of ernie4_5_moe has a bias, which PEFT leaves out"),
     ],
 )
@@ -244,6 +246,11 @@ def test_bad_indices(config: dict[str, Any], indices: Any, message: str) -> None
     with pytest.raises(InputError, match=f"trainable_token_indices: .*{message}"):
         lm.add_lora(model, trainable_token_indices=indices)
     assert not token_rows(model) and all(p.requires_grad for p in model.parameters())
+
+
+def test_the_same_ids_of_a_tied_head_in_another_order() -> None:
+    model = lm.add_lora(lm.from_config(TIED), trainable_token_indices={"embed_tokens": [4, 6], "lm_head": (6, 4)})
+    assert len({*token_rows(model).values()}) == 1
 
 
 def test_models_that_do_not_fit() -> None:
@@ -305,6 +312,9 @@ def train_sharded(rank: int, folder: Path, mesh: DeviceMesh, kind: str) -> None:
     options = {"plan": lm.ParallelPlan(), "prepare": lambda model: lm.add_lora(model, trainable_token_indices=indices)}
     torch.manual_seed(rank)  # A is the same on all ranks
     new = lm.from_pretrained(folder / "base", **options)
+    other = lm.from_pretrained(folder / "base", **options)  # with the next numbers
+    name = next(name for name, _ in new.named_parameters() if name.endswith("lora_A"))
+    assert not torch.equal(new.get_parameter(name).full_tensor(), other.get_parameter(name).full_tensor())
     base = lm.from_pretrained(folder / "base")
     for name, rows in token_rows(new).items():
         assert torch.equal(rows.rows.full_tensor(), base.get_parameter(f"{name}.weight")[list(rows.token_indices)])

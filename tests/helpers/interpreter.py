@@ -12,6 +12,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
+NUMPY_SUMS_ROWS_ALIKE = "AVX512" in torch.backends.cpu.get_cpu_capability()
+"""Whether a row of `tl.dot`, numpy's product in the interpreter, has the same bits wherever it stands in a tile."""
+
 
 def quicken() -> None:
     """Replace the functions that repeat themselves, in this process."""

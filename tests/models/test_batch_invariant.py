@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter import NUMPY_SUMS_ROWS_ALIKE
 from torch import Tensor
 from zoo import CONFIGS, EACH_FAMILY
 
@@ -119,6 +120,7 @@ def test_every_family(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.kernels
 @pytest.mark.skipif(not dispatch.INTERPRETED, reason="Triton compiles here: see test_equal_bits_on_a_gpu")
+@pytest.mark.skipif(not NUMPY_SUMS_ROWS_ALIKE, reason="numpy sums rows in different orders on this CPU")
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
 def test_equal_bits_in_the_interpreter(name: str) -> None:
     with ops.set_backend("triton"):

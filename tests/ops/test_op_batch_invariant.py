@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import Where
+from interpreter import NUMPY_SUMS_ROWS_ALIKE
 from torch import Tensor
 
 from ligermodels import ops
@@ -21,7 +23,10 @@ BOUNDS = [0, 5, 5, 6, 39]
 
 
 @pytest.fixture(autouse=True)
-def mode() -> Iterator[None]:
+def mode(request: pytest.FixtureRequest) -> Iterator[None]:
+    place, _ = getattr(request.node, "callspec", SimpleNamespace(params={})).params.get("where", ("", None))
+    if place == "interpreter" and not NUMPY_SUMS_ROWS_ALIKE:
+        pytest.skip("numpy, which is the interpreter's tl.dot, sums rows of a tile in different orders on this CPU")
     with ops.set_batch_invariant(True):
         yield
 

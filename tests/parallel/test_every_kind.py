@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_context_parallel import check_pass
 from torch.distributed.device_mesh import DeviceMesh
-from two_ranks import in_two_ranks
+from two_ranks import in_two_ranks, own_parts
 from zoo import CONFIGS, OF_EACH_KIND
 
 import ligermodels as lm
@@ -28,6 +28,10 @@ def train(rank: int, folder: Path, mesh: DeviceMesh, names: tuple[str, ...]) -> 
         for plan in PLANS:
             plain, model = build(name), lm.parallelize(build(name), plan)
             check_pass(model, plain, {"input_ids": ids, "labels": ids})
+            for (key, p), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+                if wanted.grad is not None:  # also gradients of decays, which are tiny
+                    found, own = own_parts(p.grad, wanted.grad)
+                    assert ((found - own).abs() <= 1e-6 * wanted.grad.abs().max()).all(), (name, plan, key)
 
 
 def build(name: str) -> lm.CausalLM:

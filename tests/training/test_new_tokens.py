@@ -216,19 +216,20 @@ def test_peft_opens_lora_with_new_tokens(tmp_path: Path, chats: Path, tied: bool
             torch.testing.assert_close(theirs.eval()(ids).logits[..., : used + 2], logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("whole", ["lora_modules_to_save", "a bias of the head"])
+@pytest.mark.parametrize("whole", ["lora_modules_to_save", "a bias of the head", "an older run"])
 def test_lora_with_new_tokens_trains_whole_modules_that_have_no_single_rows(
     tmp_path: Path, chats: Path, whole: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_base(tmp_path / "base")
     recipe = recipe_of(tmp_path / "base", chats, lora_rank=2)
+    before = {"lora_modules_to_save": ["embed_tokens", "lm_head"]} if whole == "an older run" else {}
     if whole == "lora_modules_to_save":
         recipe = recipe.changed({whole: ["embed_tokens"]})
-    else:
+    elif not before:
         head = SimpleNamespace(head=SimpleNamespace(bias=torch.zeros(1)))
         monkeypatch.setattr("ligermodels.training.base.from_config", lambda *_, **__: head)
         monkeypatch.setattr("ligermodels.training.base.token_modules", lambda _: ["embed_tokens", "lm_head"])
-    recipe = Base.find(recipe).with_token_rows(recipe)
+    recipe = Base.find(recipe).with_token_rows(recipe, before)
     assert recipe.lora_modules_to_save == ("embed_tokens", "lm_head") and not recipe.lora_trainable_token_indices
 
 

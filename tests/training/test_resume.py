@@ -23,7 +23,7 @@ from ligermodels.cli import app
 from ligermodels.data import fingerprint
 from ligermodels.errors import CheckpointError, CheckpointWarning, ConfigError, InputError, TrainingError
 from ligermodels.speculative import evaluation
-from ligermodels.training import Console, MedusaRecipe, heads, loop, read_recipe, train_heads
+from ligermodels.training import Console, FineTuningRecipe, MedusaRecipe, heads, loop, read_recipe, train_heads
 from ligermodels.training import step as taken
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.inputs import same_recipe
@@ -317,6 +317,13 @@ def test_a_checkpoint_of_the_previous_release_is_of_the_same_recipe(base: Path, 
     assert "lambda0" in before and same_recipe(recipe, {**before, "reference": "host"}) == recipe
     with pytest.raises(ConfigError, match="num_heads was 4, is 3"):
         same_recipe(recipe, {**before, "heads": 4})
+
+
+def test_settings_that_a_release_adds_are_at_their_defaults_before(base: Path, data: Path) -> None:
+    recipe = FineTuningRecipe(base=base, data=data, date="2026-01-01")
+    before = recipe.settings()
+    for name in before.keys() - {"base", "data", "date"}:
+        assert same_recipe(recipe, {key: value for key, value in before.items() if key != name}) == recipe, name
 
 
 def test_a_run_goes_on_without_the_heads_it_started_from(base: Path, data: Path, tmp_path: Path) -> None:

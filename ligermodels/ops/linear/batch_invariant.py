@@ -19,7 +19,10 @@ from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, under_autocast
 
-ROWS = 16
+_WIDE = "AVX512" in torch.backends.cpu.get_cpu_capability()
+"""Without AVX-512, MKL's bits of a row depend on its place among the rows of the left operand, and not on its place
+among columns of the right one, if their number is a multiple of its tiles' (4, 6 or 12)."""
+ROWS = 16 if _WIDE else 48
 """Rows of a block on the CPU."""
 _ALIGNED = 16  # bytes: where x begins; then every launch loads it alike
 
@@ -85,8 +88,10 @@ def batch_invariant_into(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | No
     for start in range(0, len(x), ROWS):
         rows = x[start : start + ROWS]
         block = F.pad(rows, (0, 0, 0, ROWS - len(rows)))
-        product = torch.mm(block, weight.t()) if bias is None else torch.addmm(bias, block, weight.t())
-        y[start : start + ROWS] = product[: len(rows)]
+        left, right = (block, weight.t()) if _WIDE else (weight, block.t().contiguous())
+        added = bias if _WIDE or bias is None else bias[:, None]
+        product = torch.mm(left, right) if added is None else torch.addmm(added, left, right)
+        y[start : start + ROWS] = (product if _WIDE else product.t())[: len(rows)]
     return y
 
 
