@@ -141,9 +141,10 @@ class Base:
         if not self.new_tokens or recipe.trains_embeddings:
             return recipe
         settings, model = recipe.settings(), from_config(self.config, device="meta")
-        if before and not before.get("lora_trainable_token_indices"):
-            settings = {**settings, "lora_modules_to_save": before["lora_modules_to_save"]}
         whole, modules = settings["lora_modules_to_save"], token_modules(model)
+        earlier = before.get("lora_modules_to_save", [])
+        if not before.get("lora_trainable_token_indices") and {*whole} <= {*earlier}:
+            whole = earlier
         if model.head.bias is not None or not {leaf(name) for name in whole}.isdisjoint(modules):
             name, values = "lora_modules_to_save", (*whole, *modules)
         else:
