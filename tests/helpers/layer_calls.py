@@ -57,10 +57,18 @@ def delta_operands(
     return [q, k, v, g, leaf(1, tokens, 4, dtype=F32, grad=grad)]
 
 
-@calls("delta_gates", dtype=FLOATS, heads=(32, 3))
-def delta_gates(dtype: torch.dtype, heads: int) -> None:
-    a, b = (leaf(2, 5, heads, dtype=dtype, grad=False) for _ in range(2))
-    ops.delta_gates(a, b, *(leaf(heads, dtype=F32, grad=False) for _ in range(2)))
+@calls(
+    "delta_gates", dtype=FLOATS, sizes=((32,), (3,), (32, 128), (3, 40)), tokens=(1, 300), bound=(None, -5.0),
+    needs=(*GRADS, (False, False)),
+)  # fmt: skip
+def delta_gates(
+    dtype: torch.dtype, sizes: tuple[int, ...], tokens: int, bound: float | None, needs: tuple[bool, bool]
+) -> None:
+    a, b = (leaf(2, tokens, *shape, dtype=dtype, grad=needs[0]) for shape in (sizes, sizes[:1]))
+    parameters = (leaf(*shape, dtype=F32, grad=needs[1]) for shape in (sizes[:1], sizes))
+    gates = ops.delta_gates(a, b, *parameters, bound)
+    if any(needs):
+        backward(*gates)
 
 
 @calls(
@@ -86,10 +94,13 @@ def gated_delta_rule_step(dtype: torch.dtype, dims: tuple[int, int], by_channel:
     )
 
 
-@calls("gated_delta_rule_tree, commit_tree", dtype=FLOATS, dims=((128, 128), (256, 512)), nodes=(3, 64))
-def gated_delta_rule_tree(dtype: torch.dtype, dims: tuple[int, int], nodes: int) -> None:
+@calls(
+    "gated_delta_rule_tree, commit_tree", dtype=FLOATS, dims=((128, 128), (256, 512), (48, 40)), nodes=(3, 20, 64),
+    by_channel=(False, True),
+)  # fmt: skip
+def gated_delta_rule_tree(dtype: torch.dtype, dims: tuple[int, int], nodes: int, by_channel: bool) -> None:
     state, ancestors = leaf(1, 4, *dims, dtype=F32, grad=False), torch.ones(nodes, nodes, dtype=torch.bool).tril()
-    _, updates = ops.gated_delta_rule_tree(*delta_operands(dtype, nodes, dims, False), state, ancestors)
+    _, updates = ops.gated_delta_rule_tree(*delta_operands(dtype, nodes, dims, False, by_channel), state, ancestors)
     ops.commit_tree(state, updates, torch.tensor([1]), ancestors)
 
 

@@ -162,8 +162,8 @@ def test_each_node_of_a_tree_is_its_path_run_alone(nodes: int, own: bool, scale:
 
 @pytest.mark.kernels
 @torch.no_grad()
-def test_kernels_and_the_tree_that_has_none() -> None:
-    """The chunked kernels (their own tests: test_op_delta_chunks), the kernel of a step, and a tree in torch ops."""
+def test_kernels() -> None:
+    """Of chunks, a step, a tree and its commit (their own tests: test_op_delta_chunks and test_op_delta_decoding)."""
     shapes = {"q": (2, 16), "k": (2, 16), "v": (4, 16), "g": (4, 16), "beta": (4,)}
     generator = torch.Generator().manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"

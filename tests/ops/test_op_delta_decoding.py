@@ -1,4 +1,5 @@
-"""Decoding by Gated DeltaNet: a token or a tree of tokens of each sequence, and the states that they change."""
+"""Decoding by Gated DeltaNet and Kimi Delta Attention: a token or a tree of tokens of each sequence, and the states
+that they change."""
 
 from functools import partial
 from typing import Any
@@ -19,7 +20,9 @@ SHAPES = [  # sequences, nodes, groups, heads, K, V
     (2, 5, 2, 6, 5, 7),
     (3, 17, 2, 4, 24, 40),
     (1, 64, 1, 2, 32, 70),
+    (1, 9, 2, 2, 100, 33),
 ]
+BY_CHANNEL = pytest.mark.parametrize("by_channel", [False, True], ids=["one decay", "by channel"])
 
 
 def tree(nodes: int, where: torch.device, chain: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,7 +35,9 @@ def tree(nodes: int, where: torch.device, chain: bool = False) -> tuple[Tensor, 
     return parent.to(where), (ancestors.sum(1) - 1).to(where), ancestors.to(where)
 
 
-def operands(where: Where, shape: tuple[int, ...], nodes: int | None = None) -> dict[str, Tensor]:
+def operands(
+    where: Where, shape: tuple[int, ...], nodes: int | None = None, by_channel: bool = False
+) -> dict[str, Tensor]:
     """Decays from nearly none to nearly all."""
     batch, tokens, groups, heads, key_dim, width = shape
     tokens = tokens if nodes is None else nodes
@@ -44,7 +49,7 @@ def operands(where: Where, shape: tuple[int, ...], nodes: int | None = None) -> 
         "q": strided_rows(normal(groups, key_dim)),
         "k": middle_transposed(normal(groups, key_dim)),
         "v": strided_rows(normal(heads, width)),
-        "g": -normal(heads).float().mul(2).exp(),
+        "g": -normal(heads, *[key_dim] * by_channel).float().mul(2).exp(),
         "beta": contiguous(normal(heads).float().sigmoid()),
     }
 
@@ -64,10 +69,11 @@ def eager(given: dict[str, Tensor], state: Tensor, ancestors: Tensor, node: Tens
 
 
 @torch.no_grad()
+@BY_CHANNEL
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_trees(where: Where, shape: tuple[int, ...]) -> None:
+def test_trees(where: Where, shape: tuple[int, ...], by_channel: bool) -> None:
     """Outputs, updates and the state after a node, against fp64; on a GPU, equal bits in a second run."""
-    given, state = operands(where, shape), a_state(where, shape)
+    given, state = operands(where, shape, by_channel=by_channel), a_state(where, shape)
     _, _, ancestors = tree(shape[1], where.device)
     node = torch.randint(shape[1], (shape[0],), device=where.device)
     before = state.clone()
@@ -87,13 +93,14 @@ def test_trees(where: Where, shape: tuple[int, ...]) -> None:
 
 
 @torch.no_grad()
+@BY_CHANNEL
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_steps(where: Where, shape: tuple[int, ...]) -> None:
+def test_steps(where: Where, shape: tuple[int, ...], by_channel: bool) -> None:
     """Several in a row, in place, against fp64."""
     state = a_state(where, shape)
     exact, other, address = state.double(), state.clone(), state.data_ptr()
     for _ in range(3):
-        given = operands(where, shape, nodes=1)
+        given = operands(where, shape, 1, by_channel)
         o = ops.gated_delta_rule_step(**given, state=state)
         true = ops.gated_delta_rule_step_reference(**double(given), state=exact)
         plain = ops.gated_delta_rule_step_reference(**given, state=other)
@@ -104,13 +111,17 @@ def test_steps(where: Where, shape: tuple[int, ...]) -> None:
 
 
 @torch.no_grad()
+@BY_CHANNEL
+@pytest.mark.parametrize("chain", [False, True], ids=["tree", "chain"])
 @pytest.mark.parametrize(("nodes", "activation"), [(2, "silu"), (19, "silu"), (6, None)])
-def test_each_node_of_a_tree_is_its_path_in_steps(where: Where, nodes: int, activation: str | None) -> None:
-    """Also after it is committed, and for the convolution and its inputs."""
+def test_each_node_of_a_tree_is_its_path_in_steps(
+    where: Where, nodes: int, activation: str | None, chain: bool, by_channel: bool
+) -> None:
+    """Also after it is committed, and for the convolution and its inputs; a chain has paths of every length."""
     shape = (2, nodes, 2, 4, 16, 12)
-    given, state = operands(where, shape), a_state(where, shape)
+    given, state = operands(where, shape, by_channel=by_channel), a_state(where, shape)
     given["g"] = given["g"] / 20  # states that last
-    parent, depth, ancestors = tree(nodes, where.device)
+    parent, depth, ancestors = tree(nodes, where.device, chain)
     x = strided_rows(torch.randn(2, nodes, 37, device=where.device).to(where.dtype))
     weight = torch.randn(37, 4, device=where.device).to(where.dtype)
     earlier = torch.randn(2, 3, 37, device=where.device).to(where.dtype)
@@ -137,11 +148,13 @@ def test_each_node_of_a_tree_is_its_path_in_steps(where: Where, nodes: int, acti
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("decay", [0.0, -80.0])
-def test_long_chains_of_equal_keys(where: Where, decay: float) -> None:
-    """As many levels as nodes: what is not solved yet grows to 2^63, and none of it stays. Decays go to nothing."""
+@BY_CHANNEL
+@pytest.mark.parametrize("decay", [0.0, -80.0, -3e37])
+def test_long_chains_of_equal_keys(where: Where, decay: float, by_channel: bool) -> None:
+    """As many levels as nodes: what is not solved yet grows to 2^63, and none of it stays. Decays go to nothing, and
+    their sums beyond float32."""
     shape = (1, MAX_NODES, 1, 1, 16, 16)
-    given, state = operands(where, shape), a_state(where, shape)
+    given, state = operands(where, shape, by_channel=by_channel), a_state(where, shape)
     given |= {"g": torch.full_like(given["g"], decay), "beta": torch.ones_like(given["beta"])}
     given["k"] = given["k"][:, :1].expand_as(given["k"])
     _, _, ancestors = tree(MAX_NODES, where.device, chain=True)
@@ -155,10 +168,61 @@ def test_long_chains_of_equal_keys(where: Where, decay: float) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("nodes", [20, MAX_NODES])
+def test_channels_of_any_decays(where: Where, nodes: int) -> None:
+    """In a node none, a little or all of a channel decays: differences of sums are small compared to the sums, and
+    exp(-G) overflows."""
+    shape = (2, nodes, 2, 2, 40, 24)
+    given, state = operands(where, shape, by_channel=True), a_state(where, shape)
+    levels = torch.tensor([0.0, 0.0, -1e-3, -0.3, -2.0, -80.0, -3e4], device=where.device)
+    given["g"] = levels[torch.randint(len(levels), given["g"].shape, device=where.device)]
+    _, _, ancestors = tree(nodes, where.device)
+    node = torch.tensor([nodes - 1, nodes // 2], device=where.device)
+    o, updates = ops.gated_delta_rule_tree(**given, state=state, ancestors=ancestors)
+    after = state.clone()
+    ops.commit_tree(after, updates, node, ancestors)
+    truth = eager(double(given), state.double(), ancestors, node)
+    plain = eager(dict(zip(given, copies(list(given.values())), strict=True)), state, ancestors, node)
+    for i, (ours, other, true) in enumerate(zip((o, *updates, after), plain, truth, strict=True)):
+        assert_as_good(f"result {i}", ours, other, true)
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels
+@torch.no_grad()
+def test_a_cuda_graph() -> None:
+    """The tree and the commit with a decay for each key channel read new operands in each replay, without a sync."""
+    shape = (2, 24, 2, 4, 64, 48)
+    where = Where(torch.device("cuda"), torch.bfloat16, "cuda")
+    given, state = operands(where, shape, by_channel=True), a_state(where, shape)
+    _, _, ancestors = tree(shape[1], where.device)
+    node = torch.tensor([3, 20], device="cuda")
+
+    def run() -> tuple[Tensor, ...]:
+        o, updates = ops.gated_delta_rule_tree(**given, state=state, ancestors=ancestors)
+        after = state.clone()
+        ops.commit_tree(after, updates, node, ancestors)
+        return o, after
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for name, more in operands(where, shape, by_channel=True).items():
+        given[name].copy_(more)
+    state += 1
+    node.copy_(torch.tensor([23, 0], device="cuda"))
+    graph.replay()
+    for ours, wanted in zip(found, run(), strict=True):
+        assert torch.equal(ours, wanted)
+
+
+@torch.no_grad()
+@BY_CHANNEL
 @pytest.mark.parametrize("nodes", [MAX_NODES + 1, 3])
-def test_what_the_kernels_do_not_hold_goes_to_the_reference(where: Where, nodes: int) -> None:
+def test_what_the_kernels_do_not_hold_goes_to_the_reference(where: Where, nodes: int, by_channel: bool) -> None:
     shape = (1, nodes, 1, 1, 260 if nodes == 3 else 4, 5)
-    given, state = operands(where, shape), a_state(where, shape)
+    given, state = operands(where, shape, by_channel=by_channel), a_state(where, shape)
     _, _, ancestors = tree(nodes, where.device)
     node = torch.tensor([nodes - 1], device=where.device)
     o, updates = ops.gated_delta_rule_tree(**given, state=state, ancestors=ancestors)
@@ -183,48 +247,6 @@ def test_steps_of_the_convolution(where: Where, width: int, activation: str | No
     assert torch.equal(inputs, texts[:, 5:])
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 200])
-def test_gates(where: Where, tokens: int) -> None:
-    """Of projections that are slices of wider rows, from the smallest decay to overflowing ones."""
-    x = torch.randn(2, tokens, 13, device=where.device).mul(30).to(where.dtype)
-    a, b = x[..., 1:6], x[..., 6:11]
-    log_rate, bias = torch.randn(5, device=where.device), torch.randn(5, device=where.device)
-    with torch.no_grad():
-        found = ops.delta_gates(a, b, log_rate, bias)
-    wanted = ops.delta_gates_reference(a, b, log_rate, bias)
-    exact = ops.delta_gates_reference(*(t.double() for t in (a, b, log_rate, bias)))
-    for name, ours, other, true in zip(("g", "beta"), found, wanted, exact, strict=True):
-        assert ours.dtype == torch.float32
-        torch.testing.assert_close(ours.double(), true, rtol=1e-5, atol=1e-37)
-        assert_as_good(name, ours, other, true)
-    log_rate.requires_grad_()
-    ops.delta_gates(a, b, log_rate, bias)[0].sum().backward()
-    assert log_rate.grad is not None
-
-
-@pytest.mark.parametrize("channels", [(), (4,)], ids=["of heads", "of channels"])
-def test_bounded_gates(where: Where, channels: tuple[int, ...]) -> None:
-    """In float64 with its gradients, and in narrow dtypes, where rates overflow."""
-    a, b = (torch.randn(2, 7, 3, *size, dtype=torch.float64) for size in (channels, ()))
-    log_rate, bias = torch.randn(3, dtype=torch.float64), torch.randn(3, *channels, dtype=torch.float64)
-    given = [tensor.to(where.device).requires_grad_() for tensor in (a, b, log_rate, bias)]
-    rate = given[2].exp().view(3, *(1 for _ in channels))
-    wanted = -2.5 / (1 + (-rate * (given[0] + given[3])).exp()), 1 / (1 + (-given[1]).exp())
-    for bound in (0.0, float("nan"), -float("inf")):
-        with pytest.raises(InputError, match="lower_bound: must be a finite number below 0"):
-            ops.delta_gates(*given, lower_bound=bound)
-    found = ops.delta_gates(*given, lower_bound=-2.5)
-    for ours, true in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, true)
-    sums = [gates[0].square().sum() + gates[1].square().sum() for gates in (found, wanted)]
-    for ours, true in zip(*(torch.autograd.grad(total, given) for total in sums), strict=True):
-        torch.testing.assert_close(ours, true)
-    narrow = [tensor.detach().mul(60).to(where.dtype) for tensor in given[:2]]
-    g, beta = ops.delta_gates(*narrow, given[2].detach().float() + 90, given[3].detach().float(), lower_bound=-2.5)
-    assert g.dtype == beta.dtype == torch.float32
-    assert (g >= -2.5).all() and (g <= 0).all() and g.min() == -2.5 and g.max() == 0
-
-
 @pytest.mark.kernels
 @torch.no_grad()
 def test_registration(kernels_device: torch.device) -> None:
@@ -234,24 +256,27 @@ def test_registration(kernels_device: torch.device) -> None:
     parent, depth, ancestors = tree(3, kernels_device)
     node = torch.tensor([1, 2], device=kernels_device)
     one = {name: t[:, :1].contiguous() for name, t in given.items()}
+    wide = {**given, "g": given["g"][..., None].expand(-1, -1, -1, 8).contiguous()}
     x, weight = torch.randn(2, 3, 9, device=kernels_device), torch.randn(9, 4, device=kernels_device)
     earlier = torch.randn(2, 3, 9, device=kernels_device)
     _, updates = ops.gated_delta_rule_tree(**given, state=state, ancestors=ancestors)
+    _, wide_updates = ops.gated_delta_rule_tree(**wide, state=state, ancestors=ancestors)
     q, k, v, g, beta = given.values()
     of_mamba, skip = (v, beta, g, k, q), torch.ones(2, device=kernels_device)
-    for name, arguments in {
+    for case, arguments in {
         "ssd_step": (*(t[:, :1].contiguous() for t in of_mamba), skip, state),
         "ssd_tree": (*of_mamba, None, state, ancestors),
         "ssd_chunks_forward": (*of_mamba, skip, state, None, True, torch.float32),
         "gated_delta_rule_step": (*one.values(), state),
         "gated_delta_rule_tree": (*given.values(), state, ancestors),
+        "gated_delta_rule_tree, by channel": (*wide.values(), state, ancestors),
         "commit_tree": (state, *updates, node, ancestors),
+        "commit_tree, by channel": (state, *wide_updates, node, ancestors),
         "causal_conv_step": (x[:, :1].contiguous(), weight, earlier, weight[:, 0].contiguous(), True),
         "causal_conv_tree": (x, weight, weight[:, 0].contiguous(), earlier, parent, depth, True),
         "commit_conv_inputs": (earlier, x, node, parent, depth),
-        "delta_gates": (given["g"], given["beta"], torch.zeros(2).to(node.device), torch.zeros(2).to(node.device)),
     }.items():
-        op = getattr(torch.ops.ligermodels, name).default
+        op = getattr(torch.ops.ligermodels, case.partition(",")[0]).default
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -33,11 +33,13 @@ def trees(nodes: int, device: torch.device) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("by_channel", [False, True], ids=["one decay", "by channel"])
 @pytest.mark.parametrize("nodes", [1, 7, 33])
-def test_recurrent_mixers(where: Where, nodes: int) -> None:
+def test_recurrent_mixers(where: Where, nodes: int, by_channel: bool) -> None:
     own, device, dtype = trees(nodes, where.device), where.device, where.dtype
     q, k = (torch.randn(BATCH, nodes, 2, 16, device=device).to(dtype) for _ in range(2))
-    v, g = torch.randn(BATCH, nodes, 4, 12, device=device).to(dtype), -torch.rand(BATCH, nodes, 4, device=device)
+    v, channels = torch.randn(BATCH, nodes, 4, 12, device=device).to(dtype), [16] * by_channel
+    g = -torch.rand(BATCH, nodes, 4, *channels, device=device)
     operands = q, k, v, g, torch.rand(BATCH, nodes, 4, device=device)
     state, node = torch.randn(BATCH, 4, 16, 12, device=device), torch.randint(nodes, (BATCH,), device=device)
     x, weight = torch.randn(BATCH, nodes, 8, device=device).to(dtype), torch.randn(8, 4, device=device).to(dtype)

@@ -77,6 +77,16 @@ CASES = {
         ((2, 5, 1, 4), (2, 5, 1, 4), (2, 5, 2, 3), (2, 5, 2, 4), (2, 5, 2)),
         ("channel_delta_forward", "channel_delta_backward"),
     ),
+    "delta_gates": Case(
+        lambda a, b, rate, bias: ops.delta_gates(a, b, rate, bias),
+        ((2, 5, 3), (2, 5, 3), (3,), (3,)),
+        ("delta_gates_forward", "delta_gates_backward"),
+    ),
+    "delta_gates by channel": Case(
+        lambda a, b, rate, bias: ops.delta_gates(a, b, rate, bias, -5.0),
+        ((2, 5, 3, 6), (2, 5, 3), (3,), (3, 6)),
+        ("delta_gates_forward", "delta_gates_backward"),
+    ),
     "ssd": Case(
         lambda x, dt, a, b, c, d: ops.ssd(x, dt * dt, -a * a, b, c, d, final_state=False)[0],
         ((2, 5, 2, 3), (2, 5, 2), (2,), (2, 5, 1, 4), (2, 5, 1, 4), (2,)),

@@ -4,6 +4,9 @@ state; and the step to an accepted node.
 A program computes one chunk of `gated_delta_rule`: all nodes' outputs, from the state before the root and the products
 of pairs of nodes. It solves the triangular system by repeating U = W - A U once per level of the tree: after n
 repetitions the nodes of the first n levels are exact.
+
+With a decay for each key channel, `channel_tree_kernel` first computes the sums of g along paths, and the products of
+pairs.
 """
 
 import torch
@@ -16,12 +19,15 @@ from ligermodels.ops.linear_attention.gated_delta_rule import gated_delta_rule_t
 from ligermodels.ops.linear_attention.scan import TreeUpdates, tree_state
 from ligermodels.ops.runtime.checks import Signature, check_tensor
 from ligermodels.ops.runtime.devices import gpu_of, power_of_2_above
-from ligermodels.ops.runtime.dispatch import tl, use_kernels
+from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import heads_and_strides
 
 MAX_NODES = 64  # a program holds all pairs of nodes; the reference serves larger trees
+BLOCK_K = 32  # channels of a key that a program takes at once
+CHANNELS = {16: 8, 32: 4, 64: 2}
+"""Power of 2 from the number of nodes on -> channels whose decays of all pairs a program holds at once."""
 
 
 def gated_delta_rule_tree(
@@ -35,7 +41,7 @@ def gated_delta_rule_tree(
         k: (B, N, G, K), of q's dtype; the op normalises it.
         v: (B, N, R, V), of q's dtype, R a multiple of G.
         g: (B, N, R), floating, logarithm of the decay of the state before each node, finite and at most 0; or
-            (B, N, R, K), of a decay for each key channel, in torch ops.
+            (B, N, R, K), of a decay for each key channel.
         beta: (B, N, R), floating, how far each node moves the state to its value, within [0, 1].
         state: contiguous (B, R, K, V), fp32 (fp64 for fp64), the state before the root; it is not changed.
         ancestors: bool (N, N), or (B, N, N) where each sequence has a tree of its own: True at [i, j] if node j is
@@ -50,7 +56,7 @@ def gated_delta_rule_tree(
     check_decoding("gated_delta_rule_tree", q, k, v, g, beta, state)
     nodes = q.shape[1]
     check_ancestors("gated_delta_rule_tree", ancestors, q.shape[0], nodes, q.device)
-    if not use_kernels(q, state) or nodes > MAX_NODES or g.dim() == 4:
+    if not use_kernels(q, state) or nodes > MAX_NODES:
         return gated_delta_rule_tree_reference(q, k, v, g, beta, state, ancestors)
     o, *updates = _gated_delta_rule_tree(q, k, v, g, beta, state, ancestors)
     return o, TreeUpdates(*updates)
@@ -84,7 +90,7 @@ def commit_tree(state: Tensor, updates: TreeUpdates, node: Tensor, ancestors: Te
             f"{op}: needs a contiguous state, at least one node, and a multiple of the keys' heads; got state "
             f"{tuple(state.shape)}, keys {tuple(keys.shape)}"
         )
-    if not use_kernels(state, values) or key_dim > MAX_KEY_DIM or decay.dim() == 4:
+    if not use_kernels(state, values) or key_dim > MAX_KEY_DIM:
         state.copy_(tree_state(state, updates, node, ancestors))
     else:
         _commit_tree(state, decay, keys, values, node, ancestors)
@@ -101,11 +107,61 @@ def tree_and_stride(ancestors: Tensor) -> tuple[Tensor, int]:
 
 
 @kernel
+def channel_tree_kernel(
+    q, q_batch, q_node, q_head, k, k_batch, k_node, k_head, g, ancestors, tree_batch, decay, pairs, N, K, heads,
+    repeats,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Each program takes BLOCK_K channels of the keys of a head, CHANNELS at once: the sums G of g along the paths, and
+    its part of sum_c k_ic k_jc exp(G_ic - G_jc) and of sum_c q_ic k_jc exp(G_ic - G_jc), before the normalisation.
+
+    Args:
+        q, ..., k_head, N, K, heads, repeats, BLOCK_N: see `tree_kernel`.
+        g: (B, N, heads, K), contiguous, logarithms of the decays.
+        ancestors, tree_batch: see `tree_kernel`.
+        decay: float64 (B, N, heads, K), contiguous; written.
+        pairs: float32 (B, heads, blocks of BLOCK_K channels, 2, N, N), contiguous; written, 0 where node j is not above
+            node i.
+    """
+    blocks = tl.cdiv(K, BLOCK_K)
+    block, row = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    batch, head = row // heads, row % heads
+    n = tl.arange(0, BLOCK_N)
+    node, other = n[:, None], n[None, :]
+    in_tree = (node < N) & (other < N)
+    is_above = (tl.load(ancestors + batch * tree_batch + node * N + other, mask=in_tree, other=0) != 0)[:, :, None]
+    k += batch * k_batch + head // repeats * k_head
+    q += batch * q_batch + head // repeats * q_head
+    alike = tl.zeros((BLOCK_N, BLOCK_N, CHANNELS), tl.float32)
+    attending = tl.zeros((BLOCK_N, BLOCK_N, CHANNELS), tl.float32)
+    for start in range(block * BLOCK_K, tl.minimum(block * BLOCK_K + BLOCK_K, K), CHANNELS):
+        i = start + tl.arange(0, CHANNELS)
+        there = (node < N) & (i < K)[None, :]
+        ours = ((batch * N + n) * heads + head)[:, None] * K + i[None, :]
+        gate = tl.maximum(tl.load(g + ours, mask=there, other=0.0).to(tl.float64), -1e30)  # sums stay within float32
+        # Sums along paths are fp64: their differences are small compared to the sums. The differences are those of two
+        # float32 numbers, whose sum is the fp64 number: many GPUs compute fp64 slowly.
+        path = tl.sum(tl.where(is_above, gate[None, :, :], 0.0), axis=1)
+        tl.store(decay + ours, path, mask=there)
+        high = path.to(tl.float32)
+        low = (path - high.to(tl.float64)).to(tl.float32)
+        key = tl.load(k + node * k_node + i[None, :], mask=there, other=0.0).to(tl.float32)
+        query = tl.load(q + node * q_node + i[None, :], mask=there, other=0.0).to(tl.float32)
+        left = (high[:, None, :] - high[None, :, :]) + (low[:, None, :] - low[None, :, :])
+        earlier = tl.exp(tl.where(is_above, left, float("-inf"))) * key[None, :, :]
+        alike += key[:, None, :] * earlier
+        attending += query[:, None, :] * earlier
+    place = pairs + ((row * blocks + block) * 2 * N + node) * N + other
+    tl.store(place, tl.sum(alike, axis=2), mask=in_tree)
+    tl.store(place + N * N, tl.sum(attending, axis=2), mask=in_tree)
+
+
+@kernel
 def tree_kernel(
     q, q_batch, q_node, q_head, k, k_batch, k_node, k_head, v, v_batch, v_node, v_head, g, beta, skip, state,
-    ancestors, tree_batch, out, decay, keys, values, N, K, V, heads, repeats, blocks, scale,
-    DELTA: tl.constexpr, SKIP: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    ancestors, tree_batch, pairs, out, decay, keys, values, N, K, V, heads, repeats, blocks, scale,
+    DELTA: tl.constexpr, BY_CHANNEL: tl.constexpr, SKIP: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK_V columns of the state of a head, and BLOCK_K keys at once. Products of q and k before
     the normalisation are exact for 16 bits; products with the state and with updates are float32.
@@ -114,19 +170,20 @@ def tree_kernel(
         q, q_batch, q_node, q_head: queries (B, N, heads / repeats, K), and their strides in elements.
         k, k_batch, k_node, k_head: keys (B, N, heads / repeats, K), and their strides.
         v, v_batch, v_node, v_head: values (B, N, heads, V), and their strides.
-        g: (B, N, heads), contiguous, logarithms of the decays.
+        g: (B, N, heads), contiguous, logarithms of the decays; not read with BY_CHANNEL.
         beta: (B, N, heads), contiguous, weights of the nodes.
         skip: (heads,), factors of v in the outputs; read with SKIP.
         state: float32 (B, heads, K, V), contiguous, the state before the root.
         ancestors, tree_batch: bytes (B or 1, N, N), 1 at [i, j] if node j is node i or above it; elements from tree to
             tree.
+        pairs: the products of q and k by `channel_tree_kernel`; read with BY_CHANNEL.
         out: (B, N, heads, V), contiguous; written.
-        decay, keys, values: the tensors of `TreeUpdates`, contiguous; written.
+        decay, keys, values: the tensors of `TreeUpdates`, contiguous; written, but decay is read with BY_CHANNEL.
         N, K, V: numbers of nodes, of channels of a key, and of channels of a value.
         heads, repeats: numbers of value heads, and of value heads per key head.
         blocks: blocks of BLOCK_V columns of a state.
         scale: factor on the normalised queries.
-        DELTA, SKIP, EPS: see `step_kernel`.
+        DELTA, BY_CHANNEL, SKIP, EPS: see `step_kernel`.
         PRECISION: of products with the state and with updates.
         BLOCK_N: power of 2 from N on.
         BLOCK_K, BLOCK_V: channels of a key per step, and columns of a state per program.
@@ -157,9 +214,16 @@ def tree_kernel(
         if DELTA:
             key_length += tl.sum(wide_key * wide_key, axis=1)
             query_length += tl.sum(wide_query * wide_query, axis=1)
-            alike = tl.dot(key, tl.trans(key), alike, input_precision="ieee")
+        if BY_CHANNEL:
+            path = tl.load(decay + ours[:, None] * K + i[None, :], mask=there, other=0.0)
+            kept = tl.exp(path.to(tl.float32))
+            wide_key, wide_query = wide_key * kept, wide_query * kept
+        else:
+            if DELTA:
+                alike = tl.dot(key, tl.trans(key), alike, input_precision="ieee")
+            attending = tl.dot(query, tl.trans(key), attending, input_precision="ieee")
+        if DELTA:
             known = tl.dot(wide_key, before, known, input_precision=PRECISION)
-        attending = tl.dot(query, tl.trans(key), attending, input_precision="ieee")
         o = tl.dot(wide_query, before, o, input_precision=PRECISION)
     key_factor, query_factor = key_length + 1.0, query_length + 1.0  # lengths are 0 without DELTA
     if DELTA:
@@ -173,14 +237,23 @@ def tree_kernel(
             place = keys + ((batch * N + n) * (heads // repeats) + group)[:, None] * K + i[None, :]
             tl.store(place, key * key_factor[:, None], mask=there)
 
-    # Sums along paths are fp64: their differences are small compared to the sums.
-    is_above = tl.load(ancestors + batch * tree_batch + node * N + other, mask=(node < N) & (other < N), other=0) != 0
-    gate = tl.load(g + ours, mask=n < N, other=0.0).to(tl.float64)
-    path = tl.sum(tl.where(is_above, gate[None, :], 0.0), axis=1)
-    if block == 0:
-        tl.store(decay + ours, path, mask=n < N)
-    left = tl.where(is_above, tl.exp((path[:, None] - path[None, :]).to(tl.float32)), 0.0)
-    reached = tl.exp(path.to(tl.float32))
+    in_tree = (node < N) & (other < N)
+    is_above = tl.load(ancestors + batch * tree_batch + node * N + other, mask=in_tree, other=0) != 0
+    if BY_CHANNEL:  # the products have the decays
+        parts = tl.cdiv(K, BLOCK_K)
+        for part in range(parts):
+            place = pairs + ((row * parts + part) * 2 * N + node) * N + other
+            alike += tl.load(place, mask=in_tree, other=0.0)
+            attending += tl.load(place + N * N, mask=in_tree, other=0.0)
+        left, reached = 1.0, 1.0
+    else:
+        # Sums along paths are fp64: their differences are small compared to the sums.
+        gate = tl.load(g + ours, mask=n < N, other=0.0).to(tl.float64)
+        path = tl.sum(tl.where(is_above, gate[None, :], 0.0), axis=1)
+        if block == 0:
+            tl.store(decay + ours, path, mask=n < N)
+        left = tl.where(is_above, tl.exp((path[:, None] - path[None, :]).to(tl.float32)), 0.0)
+        reached = tl.exp(path.to(tl.float32))
     weight = tl.load(beta + ours, mask=n < N, other=0.0).to(tl.float32)
     levels = tl.max(tl.sum(is_above.to(tl.int32), axis=1), axis=0)
 
@@ -203,10 +276,16 @@ def tree_kernel(
     tl.store(out + ours[:, None] * V + j[None, :], o.to(out.dtype.element_ty), mask=of_values)
 
 
+@triton.jit
+def _path_decay(decay, ours, i, K, BY_CHANNEL: tl.constexpr):
+    """The logarithm of the decay of a head from the root to a node: a number, or (channels, 1)."""
+    return tl.load(decay + ours * K + i, mask=i < K, other=0.0)[:, None] if BY_CHANNEL else tl.load(decay + ours)
+
+
 @kernel
 def _commit_kernel(
     state, decay, keys, values, node, ancestors, tree_batch, N, K, V, heads, repeats, blocks,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK_V columns of the state of a head, and adds the nodes of the path, the last node
     first."""
@@ -216,17 +295,17 @@ def _commit_kernel(
     j = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     at = tl.load(node + batch).to(tl.int32)
     path = tl.load(ancestors + batch * tree_batch + at * N + n, mask=n < N, other=0) != 0
-    last = tl.load(decay + (batch * N + at) * heads + head)
+    last = _path_decay(decay, (batch * N + at) * heads + head, i, K, BY_CHANNEL)
     place = state + row * K * V + i[:, None] * V + j[None, :]
     inside = (i < K)[:, None] & (j < V)[None, :]
     total = tl.load(place, mask=inside, other=0.0) * tl.exp(last.to(tl.float32))
     for _ in range(tl.sum(path.to(tl.int32), axis=0)):
         ours = (batch * N + at) * heads + head
-        left = tl.exp((last - tl.load(decay + ours)).to(tl.float32))
+        left = tl.exp((last - _path_decay(decay, ours, i, K, BY_CHANNEL)).to(tl.float32))
         group = (batch * N + at) * (heads // repeats) + head // repeats
         key = tl.load(keys + group * K + i, mask=i < K, other=0.0)
         u = tl.load(values + ours * V + j, mask=j < V, other=0.0)
-        total += key[:, None] * (left * u)[None, :]
+        total += key[:, None] * left * u[None, :]
         at = tl.max(tl.where(path & (n < at), n, 0), axis=0)
     tl.store(place, total, mask=inside)
 
@@ -236,20 +315,29 @@ def _gated_delta_rule_tree(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o, and the three tensors of `TreeUpdates`."""
-    out, decay = v.new_empty(v.shape), v.new_empty(v.shape[:3], dtype=torch.float64)
+    out, decay = v.new_empty(v.shape), g.new_empty(g.shape, dtype=torch.float64)
     keys, values = k.new_empty(k.shape, dtype=torch.float32), v.new_empty(v.shape, dtype=torch.float32)
     if is_fake(out):
         return out, decay, keys, values
     (batch, nodes, heads, width), key_dim = v.shape, q.shape[3]
     block = block_of_values(q, v, least=16)
     blocks, block_nodes = -(-width // block), max(power_of_2_above(nodes), 16)
+    by_channel, repeats, num_warps = g.dim() == 4, heads // q.shape[2], 8 if block_nodes > 32 else 4
+    keys_and_queries = *heads_and_strides(q), *heads_and_strides(k)
+    tree, g, pairs = tree_and_stride(ancestors), g.contiguous(), None
+    if batch and by_channel:
+        parts = -(-key_dim // BLOCK_K)
+        pairs = q.new_empty(batch, heads, parts, 2, nodes, nodes, dtype=torch.float32)
+        channel_tree_kernel[(batch * heads * parts,)](
+            *keys_and_queries, g, *tree, decay, pairs, nodes, key_dim, heads, repeats,
+            BLOCK_N=block_nodes, BLOCK_K=BLOCK_K, CHANNELS=CHANNELS[block_nodes], num_warps=num_warps,
+        )  # fmt: skip
     if batch:
         tree_kernel[(batch * heads * blocks,)](
-            *heads_and_strides(q), *heads_and_strides(k), *heads_and_strides(v), g.contiguous(), beta.contiguous(),
-            None, state, *tree_and_stride(ancestors), out, decay, keys, values,
-            nodes, key_dim, width, heads, heads // q.shape[2], blocks, key_dim**-0.5,
-            DELTA=True, SKIP=False, EPS=EPS, PRECISION=tree_precision(q),
-            BLOCK_N=block_nodes, BLOCK_K=32, BLOCK_V=block, STAGES=3, num_warps=8 if block_nodes > 32 else 4,
+            *keys_and_queries, *heads_and_strides(v), g, beta.contiguous(), None, state, *tree, pairs, out, decay, keys,
+            values, nodes, key_dim, width, heads, repeats, blocks, key_dim**-0.5,
+            DELTA=True, BY_CHANNEL=by_channel, SKIP=False, EPS=EPS, PRECISION=tree_precision(q),
+            BLOCK_N=block_nodes, BLOCK_K=BLOCK_K, BLOCK_V=block, STAGES=3, num_warps=num_warps,
         )  # fmt: skip
     return out, decay, keys, values
 
@@ -271,5 +359,6 @@ def _commit_tree(state: Tensor, decay: Tensor, keys: Tensor, values: Tensor, nod
         _commit_kernel[(batch * heads * blocks,)](
             state, decay.contiguous(), keys.contiguous(), values.contiguous(), node.contiguous(),
             *tree_and_stride(ancestors), nodes, key_dim, width, heads, heads // keys.shape[2], blocks,
-            BLOCK_N=power_of_2_above(nodes), BLOCK_K=power_of_2_above(key_dim), BLOCK_V=block, num_warps=4,
+            BY_CHANNEL=decay.dim() == 4, BLOCK_N=power_of_2_above(nodes), BLOCK_K=power_of_2_above(key_dim),
+            BLOCK_V=block, num_warps=4,
         )  # fmt: skip

@@ -9,6 +9,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops.linear_attention.delta_step import MAX_KEY_DIM, block_of_values, step_kernel
 from ligermodels.ops.linear_attention.delta_tree import (
+    BLOCK_K,
     MAX_NODES,
     check_ancestors,
     tree_and_stride,
@@ -147,9 +148,9 @@ def _ssd_tree(
     if batch:
         tree_kernel[(batch * heads * blocks,)](
             *heads_and_strides(C), *heads_and_strides(B), *heads_and_strides(x), g.contiguous(), dt.contiguous(),
-            contiguous(D), state, *tree_and_stride(ancestors), out, decay, keys, values,
+            contiguous(D), state, *tree_and_stride(ancestors), None, out, decay, keys, values,
             nodes, size, width, heads, heads // B.shape[2], blocks, 1.0,
-            DELTA=False, SKIP=D is not None, EPS=0.0, PRECISION=tree_precision(x),
-            BLOCK_N=block_nodes, BLOCK_K=32, BLOCK_V=block, STAGES=3, num_warps=8 if block_nodes > 32 else 4,
+            DELTA=False, BY_CHANNEL=False, SKIP=D is not None, EPS=0.0, PRECISION=tree_precision(x),
+            BLOCK_N=block_nodes, BLOCK_K=BLOCK_K, BLOCK_V=block, STAGES=3, num_warps=8 if block_nodes > 32 else 4,
         )  # fmt: skip
     return out, decay, keys, values
