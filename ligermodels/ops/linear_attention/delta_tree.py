@@ -26,8 +26,9 @@ from ligermodels.ops.runtime.tensors import heads_and_strides
 
 MAX_NODES = 64  # a program holds all pairs of nodes; the reference serves larger trees
 BLOCK_K = 32  # channels of a key that a program takes at once
-CHANNELS = {16: 8, 32: 4, 64: 2}
-"""Power of 2 from the number of nodes on -> channels whose decays of all pairs a program holds at once."""
+TILES = {16: {"CHANNELS": 8, "num_warps": 4}, 32: {"CHANNELS": 4, "num_warps": 8}, 64: {"CHANNELS": 1, "num_warps": 8}}
+"""Power of 2 from the number of nodes on -> channels whose decays of all pairs a program holds at once, and its warps:
+ptxas spills no registers for Hopper."""
 
 
 def gated_delta_rule_tree(
@@ -129,7 +130,9 @@ def channel_tree_kernel(
     n = tl.arange(0, BLOCK_N)
     node, other = n[:, None], n[None, :]
     in_tree = (node < N) & (other < N)
-    is_above = (tl.load(ancestors + batch * tree_batch + node * N + other, mask=in_tree, other=0) != 0)[:, :, None]
+    ancestors += batch * tree_batch
+    is_above = (tl.load(ancestors + node * N + other, mask=in_tree, other=0) != 0)[:, :, None]
+    is_below = (tl.load(ancestors + other * N + node, mask=in_tree, other=0) != 0)[:, :, None]
     k += batch * k_batch + head // repeats * k_head
     q += batch * q_batch + head // repeats * q_head
     alike = tl.zeros((BLOCK_N, BLOCK_N, CHANNELS), tl.float32)
@@ -141,7 +144,7 @@ def channel_tree_kernel(
         gate = tl.maximum(tl.load(g + ours, mask=there, other=0.0).to(tl.float64), -1e30)  # sums stay within float32
         # Sums along paths are fp64: their differences are small compared to the sums. The differences are those of two
         # float32 numbers, whose sum is the fp64 number: many GPUs compute fp64 slowly.
-        path = tl.sum(tl.where(is_above, gate[None, :, :], 0.0), axis=1)
+        path = tl.sum(tl.where(is_below, gate[:, None, :], 0.0), axis=0)  # the first axis lies within threads
         tl.store(decay + ours, path, mask=there)
         high = path.to(tl.float32)
         low = (path - high.to(tl.float64)).to(tl.float32)
@@ -330,7 +333,7 @@ def _gated_delta_rule_tree(
         pairs = q.new_empty(batch, heads, parts, 2, nodes, nodes, dtype=torch.float32)
         channel_tree_kernel[(batch * heads * parts,)](
             *keys_and_queries, g, *tree, decay, pairs, nodes, key_dim, heads, repeats,
-            BLOCK_N=block_nodes, BLOCK_K=BLOCK_K, CHANNELS=CHANNELS[block_nodes], num_warps=num_warps,
+            BLOCK_N=block_nodes, BLOCK_K=BLOCK_K, **TILES[block_nodes],
         )  # fmt: skip
     if batch:
         tree_kernel[(batch * heads * blocks,)](
