@@ -5,7 +5,8 @@ rate of a large device copy. A decode step reads and writes the state in fp32; a
 back to back in a CUDA graph, each with its own state. Training is forward and backward in bf16 by each backend of the
 gated delta rule: the rule alone, and one layer with its projections. `limit` is the lower bound of the rule: a device
 copy of its operands and results, and its products by cuBLAS, each computed once. Errors are relative to float64. Cases
-"by channel" have a decay for each key channel and as many key heads as value heads, as in Kimi Linear.
+"by channel" have a decay for each key channel and as many key heads as value heads, as in Kimi Linear: their decoding
+and gates are by each backend. `--by-channel` runs these alone.
 """
 
 from __future__ import annotations
@@ -90,6 +91,32 @@ def steps(batch: int) -> Iterator[tuple[str, int, Callable[[], Any]]]:
         yield f"conv tree of {len(above)}", (2 * len(above) + 3) * conv_bytes, partial(_conv_tree, conv, inputs)
 
 
+def channel_steps(batch: int) -> Iterator[tuple[str, int, Callable[[], Any]]]:
+    """As `steps`, with a decay for each key channel."""
+    heads, key_dim, _ = STATE
+    state_bytes = 4 * batch * STATE[0] * STATE[1] * STATE[2]
+
+    def state() -> Tensor:
+        return torch.randn(batch, *STATE, device=measure.DEVICE)
+
+    for nodes in (16, 32, 64):
+        _, _, above = candidates(nodes)
+        several, node = operands(batch, len(above), True), torch.full((batch,), len(above) - 1, device=measure.DEVICE)
+        tree = partial(ops.gated_delta_rule_tree, *several)
+        _, updates = tree(state(), above)
+        count = state_bytes + 3 * several[3].nbytes  # decays are read, and their sums written as float64
+        yield f"tree of {len(above)}, by channel", count, partial(_tree, tree, state, above)
+        yield f"commit of {len(above)}, by channel", 2 * state_bytes, partial(_commit, state, updates, node, above)
+    parameters = torch.randn(heads, device=measure.DEVICE), torch.randn(heads, key_dim, device=measure.DEVICE)
+    for tokens in (1, 64):
+        a, b = normal(batch, tokens, heads, key_dim), normal(batch, tokens, heads)
+        yield f"gates of {tokens}, by channel", 3 * a.nbytes, partial(_gates, a, b, *parameters)
+
+
+def _gates(a: Tensor, *others: Tensor) -> Callable[[], Any]:
+    return partial(ops.delta_gates, a.clone(), *others)
+
+
 def _tree(tree: Callable[..., Any], state: Callable[[], Tensor], above: Tensor) -> Callable[[], Any]:
     return partial(tree, state(), above)
 
@@ -102,13 +129,16 @@ def _conv_tree(conv: Callable[..., Any], inputs: Callable[[], Tensor]) -> Callab
     return partial(conv, earlier=inputs())
 
 
-def decoding(batch: int, copy_rate: float) -> Iterator[dict[str, Any]]:
-    """A record of each call."""
-    for name, count, make in steps(batch):
-        calls = [make() for _ in range(min(measure.row_length(count), 200))]
+def decoding(
+    batch: int, copy_rate: float, make_steps: Callable[[int], Iterator[tuple[str, int, Callable[[], Any]]]],
+    provider: str, most: int = 200,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """A record of each call of `make_steps`; at most `most` calls in a row."""
+    for name, count, make in make_steps(batch):
+        calls = [make() for _ in range(min(measure.row_length(count), most))]
         milliseconds = measure.in_a_row(calls)
         share = count / milliseconds * 1e3 / copy_rate
-        yield {"case": f"{name}, batch {batch}", "provider": "ligermodels", "us": milliseconds * 1e3, "of_copy": share}
+        yield {"case": f"{name}, batch {batch}", "provider": provider, "us": milliseconds * 1e3, "of_copy": share}
 
 
 def training(backend: str) -> dict[str, Any]:
@@ -198,6 +228,21 @@ def rule_limits(copy_rate: float) -> dict[str, Any]:
     }
 
 
+def gates() -> Iterator[tuple[str, int, Callable[[], Any]]]:
+    """Gates with a decay for each key channel in training: name, bytes of both passes, and a call of both passes."""
+    heads, key_dim, _ = STATE
+    a, b = normal(1, TOKENS, heads, key_dim), normal(1, TOKENS, heads)
+    parameters = torch.randn(heads, device=measure.DEVICE), torch.randn(heads, key_dim, device=measure.DEVICE)
+    leaves = [x.requires_grad_() for x in (a, b, *parameters)]
+    found = [x.detach().float() for x in (a, b)]
+
+    def both(bound: float | None) -> None:
+        torch.autograd.grad(ops.delta_gates(*leaves, bound), leaves, found)
+
+    yield "gates, by channel", 7 * a.nbytes, partial(both, None)
+    yield "bounded gates, by channel", 7 * a.nbytes, partial(both, -5.0)
+
+
 def parts() -> Iterator[tuple[str, int, Callable[[], Any]]]:
     """Convolution and gated norm in training: name, bytes of both passes, and a call of both passes."""
     x, dy = normal(1, TOKENS, CONFIG.conv_channels).requires_grad_(), normal(1, TOKENS, CONFIG.conv_channels)
@@ -220,6 +265,7 @@ def main() -> None:
     """Command line."""
     parser = recording.parser(__doc__)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 64])
+    parser.add_argument("--by-channel", action="store_true", help="only decoding and gates of Kimi Delta Attention")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     common, copy_rate = recording.facts(), measure.copy_rate()
@@ -230,16 +276,24 @@ def main() -> None:
 
     with torch.no_grad():
         for batch in arguments.batches:
-            for record in decoding(batch, copy_rate):
+            for record in () if arguments.by_channel else decoding(batch, copy_rate, steps, "ligermodels"):
                 note(record)
             measure.free()
     for kind in ("triton", "reference"):
         with ops.set_backend("triton" if kind == "triton" else "reference"):
-            for name, count, call in parts():
+            with torch.no_grad():
+                for batch in arguments.batches:
+                    most = 200 if kind == "triton" else 2
+                    for record in decoding(batch, copy_rate, channel_steps, f"ligermodels, {kind}", most):
+                        note(record)
+                    measure.free()
+            for name, count, call in (*gates(), *(() if arguments.by_channel else parts())):
                 milliseconds = measure.milliseconds(call)
                 share = count / milliseconds * 1e3 / copy_rate
                 note({"case": f"{name}, both", "provider": kind, "both_ms": milliseconds, "of_copy": share})
         measure.free()
+    if arguments.by_channel:
+        return
     note(rule_limits(copy_rate))
 
     def tried(case: str, make: Callable[[], dict[str, Any]], backend: str) -> bool:
