@@ -113,8 +113,8 @@ def channel_steps(batch: int) -> Iterator[tuple[str, int, Callable[[], Any]]]:
         yield f"gates of {tokens}, by channel", 3 * a.nbytes, partial(_gates, a, b, *parameters)
 
 
-def _gates(a: Tensor, *others: Tensor) -> Callable[[], Any]:
-    return partial(ops.delta_gates, a.clone(), *others)
+def _gates(a: Tensor, b: Tensor, log_rate: Tensor, bias: Tensor) -> Callable[[], Any]:
+    return partial(ops.delta_gates, a.clone(), b, log_rate, bias)
 
 
 def _tree(tree: Callable[..., Any], state: Callable[[], Tensor], above: Tensor) -> Callable[[], Any]:
@@ -232,12 +232,12 @@ def gates() -> Iterator[tuple[str, int, Callable[[], Any]]]:
     """Gates with a decay for each key channel in training: name, bytes of both passes, and a call of both passes."""
     heads, key_dim, _ = STATE
     a, b = normal(1, TOKENS, heads, key_dim), normal(1, TOKENS, heads)
-    parameters = torch.randn(heads, device=measure.DEVICE), torch.randn(heads, key_dim, device=measure.DEVICE)
-    leaves = [x.requires_grad_() for x in (a, b, *parameters)]
+    log_rate, bias = torch.randn(heads, device=measure.DEVICE), torch.randn(heads, key_dim, device=measure.DEVICE)
+    leaves = [x.requires_grad_() for x in (a, b, log_rate, bias)]
     found = [x.detach().float() for x in (a, b)]
 
     def both(bound: float | None) -> None:
-        torch.autograd.grad(ops.delta_gates(*leaves, bound), leaves, found)
+        torch.autograd.grad(ops.delta_gates(a, b, log_rate, bias, bound), leaves, found)
 
     yield "gates, by channel", 7 * a.nbytes, partial(both, None)
     yield "bounded gates, by channel", 7 * a.nbytes, partial(both, -5.0)

@@ -51,7 +51,8 @@ def delta_gates(
     """
     if lower_bound is not None and not -math.inf < lower_bound < 0:
         raise InputError(f"delta_gates: lower_bound: must be a finite number below 0, got {lower_bound}")
-    operands = (_BY_CHANNEL if a.dim() == 4 else _TENSORS).check("delta_gates", a, b, log_rate, bias)
+    a, b, log_rate, bias = (_BY_CHANNEL if a.dim() == 4 else _TENSORS).check("delta_gates", a, b, log_rate, bias)
+    operands = a, b, log_rate, bias
     if not use_kernels(*operands):
         return delta_gates_reference(*operands, lower_bound)
     g, beta = _DeltaGates.apply(*operands, None if lower_bound is None else float(lower_bound))
