@@ -123,14 +123,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         prepare(folder)
+        facts = recording.facts()
         for case in arguments.cases:
             speeds: dict[str, list[float]] = {}
-            for _, (name, measure) in itertools.product(range(arguments.rounds), runs(case, arguments, folder)):
-                speeds.setdefault(name, []).append(measure())
-                print(f"{case}: {name}: {speeds[name][-1]:,.0f} tokens/s", flush=True)
-            facts = {"case": case, **recording.facts()}
-            records: list[dict[str, Any]] = [
-                {**facts, "provider": name, "tokens_per_s": statistics.median(found), "rounds": found}
-                for name, found in speeds.items()
-            ]
-            recording.write(arguments.out, records)
+            for turn, (name, measure) in itertools.product(range(arguments.rounds), runs(case, arguments, folder)):
+                found = speeds.setdefault(name, [])
+                found.append(measure())
+                print(f"{case}: {name}: {found[-1]:,.0f} tokens/s", flush=True)
+                if turn + 1 == arguments.rounds:  # a run that is stopped has written what it had found
+                    record = {"case": case, **facts, "provider": name, "tokens_per_s": statistics.median(found)}
+                    recording.write(arguments.out, [{**record, "rounds": found}])
