@@ -7,6 +7,7 @@ request is withdrawn and the ops are held to the reference. With a CUDA device n
 
 import atexit
 import gc
+import logging
 import os
 import random
 import shutil
@@ -43,6 +44,9 @@ if not HAS_CUDA:
 if "LIGERMODELS_CACHE" not in os.environ:
     os.environ["LIGERMODELS_CACHE"] = tempfile.mkdtemp(prefix="ligermodels-cache-")
     atexit.register(shutil.rmtree, os.environ["LIGERMODELS_CACHE"], ignore_errors=True)
+
+# pytest collects also from loggers that do not propagate. torch makes texts of all graphs if somebody collects them.
+logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
 
 gc.disable()  # until all tests are collected
 

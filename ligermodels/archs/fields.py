@@ -245,6 +245,12 @@ class Fields:
             raise ConfigError(f"{self.where}: {name} = {short(value)} is not implemented; implemented: {known}")
         return value
 
+    def repeats(self, name: str, other: str) -> None:
+        """ConfigError if the config has field `name` and its value is not the size in field `other`."""
+        size = self.size(other)
+        if (value := self._get(name, size)) != size:
+            raise ConfigError(f"{self.where}: {name} = {short(value)} must equal {other} = {size}")
+
     def numbers(self, name: str, count: int, *, positive: bool = False, reason: str = "") -> tuple[float, ...]:
         """The list of finite numbers in field `name`.
 

@@ -125,8 +125,8 @@ def _hybrid(fields: Fields, kinds: list[str], **more: Any) -> DecoderConfig:
     """The decoder of both families; `more` are further arguments of `compose.decoder`."""
     hidden = fields.size("hidden_size")
     for name in OTHER_WIDTHS:
-        fields.choices(name, hidden, default=hidden)
-    fields.choices("num_heads", heads := fields.size("num_attention_heads"), default=heads)
+        fields.repeats(name, "hidden_size")
+    fields.repeats("num_heads", "num_attention_heads")
     fields.choices("use_pos_enc", True, default=True)
     fields.choices("hidden_act", "silu", default=None)
     fields.ignore(*UNUSED)

@@ -67,7 +67,7 @@ def mimo_v2_flash(config: Config) -> DecoderConfig:
     _check_older_fields(fields, [window is not None for window in windows], [kind == SPARSE for kind in kinds])
     ropes = fields.ropes(fields.size("head_dim"), ROPES, windows, UNREAD_ROPE, partial=True)
     kv_heads, bias = _kv_heads(fields, windows), fields.flag("attention_bias", False)
-    values = ValueConfig(dim=_value_dim(fields), scale=fields.number("attention_value_scale", 1.0))
+    values = ValueConfig(dim=_value_dim(fields), scale=fields.number("attention_value_scale", 1.0, negative=False))
     activation = gate_activation(fields)
     sparse = MoEConfig(grouped_router(fields), fields.size("moe_intermediate_size"), activation, aux_loss=False)
 

@@ -185,6 +185,7 @@ def test_rows_longer_than_a_chunk_of_llama4_are_refused(tmp_path: Path) -> None:
         ({"v_head_dim": 20, "swa_v_head_dim": 20}, "v_head_dim 20 above head_dim 18 is not implemented"),
         ({"num_attention_heads": 3}, "twice num_key_value_heads 1, which does not divide num_attention_heads 3"),
         ({"n_shared_experts": 1}, "n_shared_experts = 1 is not implemented"),
+        ({"attention_value_scale": -0.7}, "field 'attention_value_scale' must be 0 or above"),
     ],
 )
 def test_fields_of_mimo_that_are_refused(fields: dict[str, Any], message: str) -> None:

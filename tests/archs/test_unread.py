@@ -164,6 +164,12 @@ def test_fields_that_change_the_computation_are_errors(name: str, value: Any, tm
         lm.from_config(tmp_path)
 
 
+@pytest.mark.parametrize(("name", "other"), [("num_heads", "num_attention_heads"), ("block_dim", "hidden_size")])
+def test_a_size_of_lfm2_that_two_fields_give(name: str, other: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} = 7 must equal {other} = {CONFIGS['lfm2'][other]}"):
+        lm.from_config({**CONFIGS["lfm2"], name: 7}, device="meta")
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
