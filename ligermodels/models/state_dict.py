@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.convert.loading import Spec
+from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, short
 from ligermodels.layers.initialization import persistent_tensors
@@ -45,9 +46,12 @@ def layout_in_memory(spec: ExportSpec, config: DecoderConfig) -> WeightMap:
 def export_state_dict(model: nn.Module, weight_map: WeightMap) -> dict[str, Tensor]:
     """The tensors of `model`, detached and contiguous, by their names in `weight_map`.
 
-    Parts of a fused parameter are copies. Only tied tensors, which appear under both names, share memory.
+    Parts of a fused parameter are copies. Only tied tensors, which appear under both names, share memory. If the model
+    is sharded, all ranks call this, and an error on one rank is an error on all.
     """
-    tensors = {tensor.name: tensor.read().detach() for tensor in weight_map.export(persistent_tensors(model))}
+    state = persistent_tensors(model)
+    with Ranks(state.values()).step("gathering the weights", ""):
+        tensors = {tensor.name: tensor.read().detach() for tensor in weight_map.export(state)}
     for name, tensor in tensors.items():
         if tensor.nbytes != tensor.untyped_storage().nbytes() or not tensor.is_contiguous():
             tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
