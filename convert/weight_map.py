@@ -237,6 +237,17 @@ class WeightMap:
                 pieces.append(loading.Piece(inner, name, at, dtype, inner.numel() == size))
         return pieces
 
+    def renamed(self, other: WeightMap) -> dict[str, str]:
+        """Checkpoint tensors of this map whose names differ in `other`, a map of the same model in the same layout ->
+        their names there."""
+        pairs = [
+            (view.source, new.source)
+            for mapping, named in zip(self.mappings, other.mappings, strict=False)
+            for view, new in zip(mapping.views, named.views, strict=False)
+        ]
+        pairs += zip(self.aliases, other.aliases, strict=False)
+        return {name: new for name, new in pairs if name != new}
+
     def export(self, state: Mapping[str, Tensor]) -> list[LazyTensor]:
         """The checkpoint tensors of a model, to be fetched one by one.
 
