@@ -163,7 +163,8 @@ class ExportSpec:
             heads: maps the heads' tensors.
             written: function from a config to the config with the fields of the heads.
             fields: the names of these fields.
-            is_replaced: whether an extra tensor of the source checkpoint belongs to heads that these heads replace.
+            is_replaced: whether an extra tensor of the source checkpoint, by its name in exports, belongs
+                to heads that these heads replace.
         """
 
         def joint(weights: WeightMap) -> WeightMap:
@@ -177,8 +178,8 @@ class ExportSpec:
                 hf_config=written(source.hf_config),
                 loaded=written(source.loaded),
                 weight_map=joint(source.weight_map),
-                extra=[name for name in source.extra if not is_replaced(name)],
-                heads=[name for name in source.heads if not is_replaced(name)],
+                extra=[name for name in source.extra if not is_replaced(source.written_name(name))],
+                heads=[name for name in source.heads if not is_replaced(source.written_name(name))],
             )
         return replace(
             self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,11 @@ def stand_in(tensor: Tensor) -> Tensor:
 
 
 class Gather:
-    """Gathers DTensors. The last result is kept, because several views of a tensor are usually read in succession."""
+    """Gathers DTensors. The last result is kept, because several views of a tensor are usually read in succession.
+
+    Within a `Ranks.step` the ranks agree before each collective call that none of them has failed, so that no rank
+    waits in it for a rank that has.
+    """
 
     def __init__(self) -> None:
         self._last: tuple[Tensor, Tensor] | None = None
@@ -34,6 +39,10 @@ class Gather:
             return tensor.detach()
         if self._last is None or self._last[0] is not tensor:
             self._last = None  # frees the last result before the next tensor is gathered
+            # Memory that a rank lacks is an error here, before the other ranks enter the collective call.
+            torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            if (step := _STEP.get()) is not None:
+                step.agree()
             self._last = tensor, tensor.detach().full_tensor()  # type: ignore[attr-defined]
         return self._last[1]
 
@@ -75,26 +84,21 @@ class Ranks:
 
     def fetch(self, reads: Mapping[str, Callable[[], Tensor]]) -> dict[str, Tensor]:
         """Call all functions of `reads` (name -> function), in order; the tensors on the host, contiguous, if this rank
-        `writes`, and an empty dict otherwise."""
+        `writes`, and an empty dict otherwise. Call it within a `step`."""
         tensors: dict[str, Tensor] = {}
-        left = iter(reads.items())
-        try:
-            for name, read in left:
-                tensor = read()
-                if self.writes:
-                    tensors[name] = tensor.detach().cpu().contiguous()
-        except Exception:
-            for _, read in left if self.together else ():
-                read()  # the other ranks wait for this rank in each collective of the step
-            raise
+        for name, read in reads.items():
+            tensor = read()
+            if self.writes:
+                tensors[name] = tensor.detach().cpu().contiguous()
         return tensors
 
     @contextmanager
     def step(self, what: str, outcome: str = "not written, ") -> Iterator[None]:
         """Context manager for a step of all ranks: if it fails on one rank, it fails on all.
 
-        A rank that failed raises its own error, and the other ranks a CheckpointError with the same message. All ranks
-        must make the same collective calls up to the failure.
+        A rank that failed raises its own error, and the other ranks a CheckpointError with the same message: at the end
+        of the step, or at the next tensor that they gather (`Gather`). Other collective calls all ranks must make up to
+        the failure.
 
         Args:
             what: name for the message, such as the folder.
@@ -103,14 +107,40 @@ class Ranks:
         if not self.together:
             yield
             return
-        failure: BaseException | None = None
+        step, failure = _Step(self, f"{what}: {outcome}"), None
+        token = _STEP.set(step)
         try:
             yield
         except BaseException as error:
             failure = error
-        messages = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
+        finally:
+            _STEP.reset(token)
+        if not step.failed:
+            step.agree(failure)
         if failure is not None:
             raise failure
+
+
+class _Step:
+    """A step of all ranks that has not ended.
+
+    Args:
+        ranks: the ranks.
+        text: text for the message before the rank that failed.
+    """
+
+    def __init__(self, ranks: Ranks, text: str) -> None:
+        self.failed, self._ranks, self._text = False, ranks, text
+
+    def agree(self, failure: BaseException | None = None) -> None:
+        """Tell the other ranks whether this rank has failed. If one has, the step has failed on all: raise this rank's
+        own error, or a CheckpointError that names the rank that failed."""
+        messages = self._ranks.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
         for rank, message in enumerate(messages):
             if message is not None:
-                raise CheckpointError(f"{what}: {outcome}rank {rank} failed: {message}")
+                self.failed = True
+                raise failure or CheckpointError(f"{self._text}rank {rank} failed: {message}")
+
+
+_STEP: ContextVar[_Step | None] = ContextVar("step", default=None)
+"""The innermost step of this process."""

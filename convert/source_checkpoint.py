@@ -34,6 +34,8 @@ class SourceCheckpoint:
         heads: the names in `extra` that belong to draft heads.
         copies: names in `extra` -> tensor of the language model that the extra tensor may repeat. If it does, the
             written tensor repeats the model's tensor too.
+        renamed: names of tensors that are written under other names, as from a base model's checkpoint without prefix
+            -> these names.
         nested: whether the checkpoint holds more than a language model. The language model's config is then the last of
             `nested_configs(hf_config)`.
         files: name -> path of the files that belong to the extra tensors.
@@ -49,6 +51,7 @@ class SourceCheckpoint:
     extra: Collection[str] = ()
     heads: Collection[str] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
     nested: bool = False
     files: Mapping[str, Path] = field(default_factory=dict)
     repo_id: str | None = None
@@ -114,20 +117,26 @@ class SourceCheckpoint:
         model = {tensor.name: tensor for tensor in written}
         extra = []
         for name in names:
-            if (own := model.get(self.copies.get(name, ""))) is not None and _equal(stored, name, own.name):
-                extra.append(own._replace(name=name))
+            original, written_name = self.copies.get(name, ""), self.written_name(name)
+            if (own := model.get(self.written_name(original))) is not None and _equal(stored, name, original):
+                extra.append(own._replace(name=written_name))
             else:
                 header = stored.headers[name]
-                extra.append(LazyTensor(name, tuple(header.shape), header.dtype, partial(stored.read, name)))
+                extra.append(LazyTensor(written_name, tuple(header.shape), header.dtype, partial(stored.read, name)))
         self._check_sizes(extra, model, stored)
         return extra
+
+    def written_name(self, name: str) -> str:
+        """The name under which the checkpoint tensor `name` is written."""
+        return self.renamed.get(name, name)
 
     def _check_sizes(self, extra: Sequence[LazyTensor], model: Mapping[str, LazyTensor], stored: FileReader) -> None:
         """CheckpointError if an extra tensor has a size that the model had when it was loaded and has no longer, such
         as the size of its vocabulary."""
         resized: dict[int, tuple[str, int]] = {}
-        for name in (name for name in model if name in stored.headers):
-            shapes = zip(stored.headers[name].shape, model[name].shape, strict=False)
+        headers = {self.written_name(name): header for name, header in stored.headers.items()}
+        for name in (name for name in model if name in headers):
+            shapes = zip(headers[name].shape, model[name].shape, strict=False)
             resized = {before: (name, now) for before, now in shapes if before != now} | resized
         for tensor in extra:
             for size in tensor.shape:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ligermodels.convert import loading
 from ligermodels.convert.loading import Reader, Spec
 from ligermodels.convert.mappings import TensorView, WeightMapping
-from ligermodels.convert.ranks import Gather, stand_in
+from ligermodels.convert.ranks import Gather, Ranks, stand_in
 from ligermodels.convert.shards import Box, fill_shard, is_dtensor, local_box, within
 from ligermodels.errors import CheckpointError
 
@@ -237,6 +237,17 @@ class WeightMap:
                 pieces.append(loading.Piece(inner, name, at, dtype, inner.numel() == size))
         return pieces
 
+    def renamed(self, other: WeightMap) -> dict[str, str]:
+        """Checkpoint tensors of this map whose names differ in `other`, a map of the same model in the same layout ->
+        their names there."""
+        pairs = [
+            (view.source, new.source)
+            for mapping, named in zip(self.mappings, other.mappings, strict=False)
+            for view, new in zip(mapping.views, named.views, strict=False)
+        ]
+        pairs += zip(self.aliases, other.aliases, strict=False)
+        return {name: new for name, new in pairs if name != new}
+
     def export(self, state: Mapping[str, Tensor]) -> list[LazyTensor]:
         """The checkpoint tensors of a model, to be fetched one by one.
 
@@ -289,11 +300,18 @@ class WeightMap:
 
 
 def in_buckets(
-    tensors: Iterable[LazyTensor], limit: int, dtype: torch.dtype | None = None
+    tensors: Iterable[LazyTensor], limit: int, dtype: torch.dtype | None, ranks: Ranks
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Names and contiguous tensors, in buckets of at most `limit` bytes; a larger tensor has a bucket of its own.
+    """Names and contiguous tensors, in buckets.
 
-    A bucket is fetched when it is asked for, and not kept here. `dtype`: of floating tensors; None for their own."""
+    A bucket is fetched when it is asked for, and not kept here. If that fails on one rank, it fails on all.
+
+    Args:
+        tensors: the tensors.
+        limit: largest bucket in bytes; a larger tensor has a bucket of its own.
+        dtype: dtype of floating-point tensors; None for their own.
+        ranks: the ranks that fetch together.
+    """
 
     def of(tensor: LazyTensor) -> torch.dtype:
         return dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
@@ -308,7 +326,10 @@ def in_buckets(
         buckets[-1].append(tensor)
         room -= size
     for bucket in buckets:
-        yield [(tensor.name, tensor.read().detach().to(of(tensor)).contiguous()) for tensor in bucket]
+        with ranks.step("gathering the weights", ""):
+            fetched = [(tensor.name, tensor.read().detach().to(of(tensor)).contiguous()) for tensor in bucket]
+        yield fetched
+        del fetched
 
 
 _Filled = tuple[Tensor, list[loading.Piece]]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ligermodels import ops
+from ligermodels.errors import InputError
 from ligermodels.layers.linear_parts import UNSHARDED, Compute, Shard
 from ligermodels.layers.lora import LoRA
 from ligermodels.layers.sharding import TensorSharding
@@ -45,8 +46,14 @@ class Float8(Compute):
 
     @property
     def active(self) -> bool:
-        """Whether products are float8 now."""
-        return self.training or torch.is_grad_enabled()
+        """Whether products are float8 now. InputError in `torch.export`, whose programs do not train."""
+        active = self.training or torch.is_grad_enabled()
+        if active and torch.compiler.is_exporting():
+            raise InputError(
+                "float8: products are float8 in training mode and where gradients are recorded, but exported programs "
+                "do not train; call model.eval(), and torch.export.export under torch.no_grad()"
+            )
+        return active
 
     def extra_repr(self) -> str:
         return f"{self.recipe}"

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from ligermodels import ops
 from ligermodels.convert.mappings import TensorView, WeightMapping, rename, rows
+from ligermodels.errors import InputError
 from ligermodels.layers.config_checks import check_numbers, check_sizes
 from ligermodels.layers.float8 import INPUT
 from ligermodels.layers.gated_delta_net import Decay, GatedDeltaNet, GatedDeltaNetConfig
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.sharding import TensorSharding, local, own_part_of_each
+from ligermodels.ops.runtime.dispatch import use_kernels
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,11 @@ class KimiDeltaAttention(GatedDeltaNet):
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """As in `GatedDeltaNet`, with g (B, T, R, K)."""
         config = self.config
+        if torch.compiler.is_exporting() and isinstance(x.shape[1], torch.SymInt) and not use_kernels(x):
+            raise InputError(
+                "input_ids: Kimi Delta Attention loops over tokens in torch ops where it has no kernels (on a CPU, in "
+                "float64), so torch.export needs a fixed length there; the batch may be dynamic"
+            )
         if config.gate_rank is None:
             return super()._project(x)
         parts = list(config.projected.values())

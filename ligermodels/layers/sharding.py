@@ -64,7 +64,7 @@ def local(module: nn.Module, parameter: Any, *, partial: bool = False) -> Any:
 def own_experts(parameter: Any) -> Any:
     """This rank's experts of a parameter with a row per expert, which expert parallelism or FSDP2 may have spread; None
     for None."""
-    return parameter if is_plain(parameter) else parameter.to_local()
+    return parameter.to_local() if parameter is not None and is_dtensor(parameter) else parameter
 
 
 def used_in_parts(module: nn.Module, x: Tensor) -> Tensor:

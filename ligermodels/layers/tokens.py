@@ -15,6 +15,7 @@ A `TokenLayout` holds steps 1 and 2 of a pass. Within the blocks, sequence paral
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -102,7 +103,7 @@ class Unpadding(Tokens):
     @property
     def trivial(self) -> bool:
         """Whether there is no padding."""
-        return self.num_tokens == self._shape.numel()
+        return self.num_tokens == math.prod(self._shape)
 
     def take(self, x: Tensor, fill: float = 0) -> Tensor:
         """x (B, T, ...) -> (1, tokens, ...), the tokens of all sequences, one sequence after another."""
@@ -110,7 +111,7 @@ class Unpadding(Tokens):
 
     def restore(self, x: Tensor, fill: float = 0) -> Tensor:
         """x (1, tokens, ...) -> (B, T, ...), with `fill` on padding."""
-        flat = x.new_full((self._shape.numel(), *x.shape[2:]), fill).index_copy(0, self._indices, x[0])
+        flat = x.new_full((math.prod(self._shape), *x.shape[2:]), fill).index_copy(0, self._indices, x[0])
         return reshaped(flat, (*self._shape, *x.shape[2:]))
 
 

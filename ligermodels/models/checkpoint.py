@@ -26,7 +26,7 @@ from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.extra_heads import MEDUSA_COUNTS, MEDUSA_PREFIX, without_heads
 from ligermodels.models.families import Family, family_of, warn_of_other_family
-from ligermodels.models.state_dict import nearest_layout
+from ligermodels.models.state_dict import check_head, nearest_layout
 from ligermodels.models.untie import TIED
 
 
@@ -59,8 +59,14 @@ class OpenCheckpoint(NamedTuple):
         written = family.written_map(self.config, weight_map)
         spec = export_spec(self.hf_config, self.config, written, self.companions)
         extra = sorted(self.reader.headers.keys() - weight_map.sources() - weight_map.aliases.keys())
-        mtp = [(layout, family.mtp.layers_in(self.config, layout, extra)) for layout in family.layouts]
+        layouts = family.layouts_for(self.reader.headers)
+        mtp = [(layout, family.mtp.layers_in(self.config, layout, extra)) for layout in layouts]
         stored_as = {mapping.target: mapping.views[0].source for mapping in weight_map.mappings}
+        renamed = weight_map.renamed(written)
+        if renamed:  # a base model's names
+            for usual, (bare, count) in zip(family.layouts, mtp[len(family.layouts) :], strict=True):
+                named = ((name, family.mtp.renamed(name, self.config, bare, usual, count)) for name in extra)
+                renamed |= {name: new for name, new in named if name != new}
         source = SourceCheckpoint(
             self.folder.absolute(),
             self.stored_config,
@@ -78,6 +84,7 @@ class OpenCheckpoint(NamedTuple):
                 for layout, count in mtp
                 for name, native in family.mtp.copied(self.config, layout, count).items()
             },
+            renamed=renamed,
             nested=family.text is not None,
             files=self.companions.processors,
             repo_id=repo_id,
@@ -152,10 +159,14 @@ def choose_layout(
         config: the decoder that it composes to.
         headers: name -> dtype and shape of the checkpoint's tensors.
         state: native name -> tensor of the model.
+
+    Raises:
+        CheckpointError: the checkpoint holds a base model without an LM head.
     """
     _, heads = without_heads(hf_config)
     family = family_of(hf_config)
     layout = nearest_layout(family.weight_maps(config, headers), headers, state)
+    check_head(layout, headers)
     return replace(layout, ignored=[*layout.ignored, *heads, *family.mtp.ignored(hf_config)])
 
 

@@ -116,7 +116,8 @@ class ExportMixin(nn.Module):
         `load_weights` of vLLM or SGLang.
 
         If the model is sharded, all ranks call this and iterate to the end, and each rank gets all tensors. A bucket is
-        gathered when the iterator reaches it. Nothing is copied to the host. Tensors that
+        gathered when the iterator reaches it; if that fails on one rank, the iterators of the other ranks raise a
+        CheckpointError that names the rank. Nothing is copied to the host. Tensors that
         `save_pretrained` copies from the source checkpoint (a vision tower, draft heads) are left out, as is the head
         of a tied model.
 
@@ -147,7 +148,8 @@ class ExportMixin(nn.Module):
             raise InputError(f"dtype: must be one of {', '.join(sorted(map(str, FLOATS)))}, got {short(dtype)}")
         spec, limit = self.checked_export_spec(), parse_size(bucket_bytes, "bucket_bytes")
         reshard(self)
-        return in_buckets(spec.whole_map.export(persistent_tensors(self)), limit, dtype)
+        state = persistent_tensors(self)
+        return in_buckets(spec.whole_map.export(state), limit, dtype, Ranks(state.values()))
 
     def push_to_hub(
         self,

@@ -75,20 +75,21 @@ class Family:
         named = ((layout, layout.get("names", {}).get("experts.gate_up", ".weight")) for layout in self.layouts)
         return [layout for layout, name in named if not name.endswith(".weight")]
 
-    def weight_maps(self, config: DecoderConfig, stored: Collection[str] = ()) -> list[WeightMap]:
-        """The weight map of `config` in each of the `layouts`.
+    def layouts_for(self, stored: Collection[str] = ()) -> list[Mapping[str, Any]]:
+        """The `layouts` that a checkpoint may have.
 
         Args:
-            config: the decoder's config.
-            stored: names of a checkpoint's tensors. If none has the prefix of a layout, as in checkpoints of a base
-                model such as Qwen3-Embedding ("layers.0..." instead of "model.layers.0..."), the maps without it are
-                returned too, in the same order. Default: the usual names only.
+            stored: names of the checkpoint's tensors. If none has the prefix of a layout, as in checkpoints of a base
+                model such as Qwen3-Embedding ("layers.0..." instead of "model.layers.0..."), the layouts without it
+                follow, in the same order. Default: the usual names only.
         """
-        maps = [config.weight_map(**layout) for layout in self.layouts]
         prefixes = tuple([f"{layout.get('prefix', 'model')}." for layout in self.layouts])
-        if stored and self.text is None and not any(name.startswith(prefixes) for name in stored):
-            maps += [config.weight_map(**{**layout, "prefix": ""}) for layout in self.layouts]
-        return maps
+        is_base = stored and self.text is None and not any(name.startswith(prefixes) for name in stored)
+        return [*self.layouts, *({**layout, "prefix": ""} for layout in self.layouts if is_base)]
+
+    def weight_maps(self, config: DecoderConfig, stored: Collection[str] = ()) -> list[WeightMap]:
+        """The weight map of `config` in each of the layouts of `layouts_for(stored)`."""
+        return [config.weight_map(**layout) for layout in self.layouts_for(stored)]
 
     def written_map(self, config: DecoderConfig, weight_map: WeightMap) -> WeightMap:
         """The weight map by which a model is written that was loaded by `weight_map`: the same one; or, if that is of

@@ -128,8 +128,23 @@ class MTPFormat:
         """Prefixes of MTP layer `index`: outside its block, of its block, and of the block's feed-forward layer."""
         values = {"model": layout.get("prefix", "model"), "layer": len(config.blocks) + index, "index": index}
         values |= {"first": 2 * index, "second": 2 * index + 1}
-        prefix, block, mlp = (name.format(**values) for name in (self.prefix, self.block, self.mlp_block or self.block))
+        names = (self.prefix, self.block, self.mlp_block or self.block)
+        prefix, block, mlp = (name.format(**values).removeprefix(".") for name in names)  # without {model}
         return prefix, block, mlp
+
+    def renamed(
+        self, name: str, config: DecoderConfig, layout: Mapping[str, Any], other: Mapping[str, Any], num_layers: int
+    ) -> str:
+        """The name in the layout `other` of a checkpoint tensor of one of `num_layers` MTP layers, stored in this
+        `layout`; `name` itself if it belongs to none."""
+        for index in range(num_layers):
+            shared, *blocks = self._prefixes(config, layout, index)
+            own, *others = self._prefixes(config, other, index)
+            starts = [(f"{block}.", f"{new}.") for block, new in zip(blocks, others, strict=True)]
+            for start, new in [*starts, (shared, own)]:
+                if name.startswith(start):
+                    return new + name.removeprefix(start)
+        return name
 
     def ignored(self, hf_config: Mapping[str, Any]) -> list[str]:
         """Patterns of the tensors of MTP layers, in a checkpoint with this config.json. Empty where `Decoder` knows the

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.convert.loading import Spec
+from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, short
 from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.models.families import family_of
+from ligermodels.models.untie import HEAD, TIED
 
 if TYPE_CHECKING:
     from ligermodels.models.decoder import DecoderConfig
@@ -45,9 +47,12 @@ def layout_in_memory(spec: ExportSpec, config: DecoderConfig) -> WeightMap:
 def export_state_dict(model: nn.Module, weight_map: WeightMap) -> dict[str, Tensor]:
     """The tensors of `model`, detached and contiguous, by their names in `weight_map`.
 
-    Parts of a fused parameter are copies. Only tied tensors, which appear under both names, share memory.
+    Parts of a fused parameter are copies. Only tied tensors, which appear under both names, share memory. If the model
+    is sharded, all ranks call this, and an error on one rank is an error on all.
     """
-    tensors = {tensor.name: tensor.read().detach() for tensor in weight_map.export(persistent_tensors(model))}
+    state = persistent_tensors(model)
+    with Ranks(state.values()).step("gathering the weights", ""):
+        tensors = {tensor.name: tensor.read().detach() for tensor in weight_map.export(state)}
     for name, tensor in tensors.items():
         if tensor.nbytes != tensor.untyped_storage().nbytes() or not tensor.is_contiguous():
             tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
@@ -60,6 +65,7 @@ def load_state_dict(model: Any, state_dict: Mapping[str, Tensor]) -> None:
     _check(state_dict)
     weight_maps = family_of(model.hf_config).weight_maps(model.config, state_dict)
     weight_map = nearest_layout(weight_maps, state_dict, state)
+    check_head(weight_map, state_dict)
     weight_map.load(StateDict(state_dict), state)
 
 
@@ -88,6 +94,23 @@ def nearest_layout(layouts: Sequence[WeightMap], headers: Mapping[str, Spec], st
     missing = [len(layout.sources() - headers.keys()) for layout in layouts]
     nearest = [layout for layout, count in zip(layouts, missing, strict=True) if count == min(missing)]
     return nearest[0] if len(nearest) == 1 else min(nearest, key=lambda layout: layout.misshapen(headers, state))
+
+
+def check_head(layout: WeightMap, headers: Mapping[str, Spec]) -> None:
+    """CheckpointError for the checkpoint of a base model whose LM head is not its embedding, and is not stored.
+
+    Args:
+        layout: the layout that fits the checkpoint best.
+        headers: name -> dtype and shape of the checkpoint's tensors.
+    """
+    head = next((mapping.views[0].source for mapping in layout.mappings if mapping.target == HEAD), None)
+    if head is not None and layout.sources() - headers.keys() == {head}:
+        raise CheckpointError(
+            f"the checkpoint holds a base model without an LM head, as AutoModel of transformers saves it: {head} is "
+            f"missing, and by the config ({TIED}) the head is not the embedding. Load a checkpoint of the whole model; "
+            f"or, for hidden states alone, set {TIED} to true in config.json: the embedding then stands for the head, "
+            "and model(input_ids, return_last_hidden_state=True) does not compute the head"
+        )
 
 
 def move_state_dict(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,10 +42,10 @@ class MTPLayout:
     num_layers: int = 1
 
     @classmethod
-    def all_of(cls, base: CausalLM, num_layers: int = 1) -> list[MTPLayout]:
-        """All layouts of heads with `num_layers` layers in checkpoints of the base model's family; for a model built
-        from a `DecoderConfig`, the layout of Qwen3.5."""
-        mtp_format, family_layouts = _format_of(base)
+    def all_of(cls, base: CausalLM, num_layers: int = 1, stored: Collection[str] = ()) -> list[MTPLayout]:
+        """All layouts of heads with `num_layers` layers in checkpoints of the base model's family, with tensors of the
+        names `stored` (see `Family.layouts_for`); for a model built from a `DecoderConfig`, the layout of Qwen3.5."""
+        mtp_format, family_layouts = _format_of(base, stored)
         config = base.config
         return [
             cls(
@@ -76,10 +76,10 @@ class MTPLayout:
         return name in self.copies or name in self.weight_map.sources() or not self.weight_map.ignores(name)
 
 
-def _format_of(base: CausalLM) -> tuple[MTPFormat, Sequence[Mapping[str, Any]]]:
-    """The MTP format of the model's family, and the family's layouts."""
+def _format_of(base: CausalLM, stored: Collection[str] = ()) -> tuple[MTPFormat, Sequence[Mapping[str, Any]]]:
+    """The MTP format of the model's family, and the family's layouts for tensors of the names `stored`."""
     family = None if base.export_spec is None else family_of(base.export_spec.hf_config)
-    return (MTPFormat(), [{}]) if family is None else (family.mtp, family.layouts)
+    return (MTPFormat(), [{}]) if family is None else (family.mtp, family.layouts_for(stored))
 
 
 def stored_layers(base: CausalLM, folder: Path) -> int:
@@ -108,8 +108,8 @@ def _open_head(folder: Path, opened: ExitStack) -> tuple[dict[str, Any], Checkpo
 
 
 def _layers_among(base: CausalLM, names: Iterable[str]) -> int:
-    mtp_format, family_layouts = _format_of(base)
     known = set(names)
+    mtp_format, family_layouts = _format_of(base, known)
     return max(mtp_format.layers_in(base.config, family_layout, known) for family_layout in family_layouts)
 
 
@@ -125,17 +125,18 @@ def load_head(
         progress: called with (bytes loaded, bytes in total).
 
     Returns:
-        How the head is stored in the folder.
+        How the head is written: as it is stored in the folder; of a base model's checkpoint with the usual names.
 
     Raises:
         CheckpointError: tensors are missing, damaged, or made for another base model.
     """
-    state, layouts = head_state(head, "mtp"), MTPLayout.all_of(base, head.num_layers)
+    state, usual = head_state(head, "mtp"), MTPLayout.all_of(base, head.num_layers)
     with reading(folder, partial(_open_head, folder)) as (config, files):
         _, quantization = without_quantization(config)
         reader = dequantized(files, quantization, base.dtype)
+        layouts = MTPLayout.all_of(base, head.num_layers, reader.headers)
         nearest = nearest_layout([layout.weight_map for layout in layouts], reader.headers, state)
-        layout = next(layout for layout in layouts if layout.weight_map is nearest)
+        place = next(i for i, layout in enumerate(layouts) if layout.weight_map is nearest)
         if not nearest.sources() & reader.headers.keys():
             name = nearest.mappings[0].views[0].source
             raise CheckpointError(
@@ -151,9 +152,10 @@ def load_head(
         else:
             nearest.load(reader, state, progress=progress)
             if base.device.type != "meta":
-                _compare_copies(folder, layout, reader, base)
+                _compare_copies(folder, layouts[place], reader, base)
         dtypes = nearest.stored_dtypes(reader.headers, state, base.dtype)
-    return replace(layout, weight_map=replace(nearest, dtypes=dtypes))
+    written = usual[place % len(usual)]
+    return replace(written, weight_map=replace(written.weight_map, dtypes=dtypes))
 
 
 def _compare_copies(folder: Path, layout: MTPLayout, reader: Reader, base: CausalLM) -> None:
@@ -177,7 +179,7 @@ def head_tensors(base: CausalLM, names: Iterable[str]) -> set[str]:
     """Names of the tensors of an MTP head for `base` among checkpoint tensors `names`."""
     try:
         known = set(names)
-        layouts = MTPLayout.all_of(base, _layers_among(base, known) or 1)
+        layouts = MTPLayout.all_of(base, _layers_among(base, known) or 1, known)
         sources = set[str]().union(*(layout.weight_map.sources() for layout in layouts))
     except ConfigError:  # MTP is not implemented for this model
         return set()

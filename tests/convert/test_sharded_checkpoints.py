@@ -1,5 +1,6 @@
 """Checkpoints of DTensors, read and written by two ranks."""
 
+import itertools
 import re
 import resource
 from contextlib import ExitStack
@@ -24,7 +25,7 @@ from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.safetensors_writer import save_checkpoint
-from ligermodels.convert.weight_map import WeightMap
+from ligermodels.convert.weight_map import LazyTensor, WeightMap, in_buckets
 from ligermodels.errors import CheckpointError, ConfigError
 
 WEIGHTS = WeightMap(
@@ -104,6 +105,22 @@ def save_model(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     assert (folder / "out" / "config.json").is_file()  # For every rank, once it is out of the call.
 
 
+def failing_tensors(state: dict[str, Tensor], fails: bool, gathers: bool) -> list[LazyTensor]:
+    """The tensors of a checkpoint, of which the second cannot be read: if `fails`, and after it was gathered or not."""
+    tensors = WEIGHTS.export(state)
+    second = tensors[1]
+
+    def read() -> Tensor:
+        if fails:
+            if gathers:
+                second.read()
+            raise MemoryError("on the host")
+        return second.read()
+
+    tensors[1] = second._replace(read=read)
+    return tensors
+
+
 def fails(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     state = sharded(mesh, whole_state())
     spec, out = ExportSpec({"model_type": "none"}, WEIGHTS), folder / "out"
@@ -123,21 +140,15 @@ def fails(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     if rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-    # What fails in the middle of a shard on one rank, and what fails on a rank that does not write.
-    for failing in (0, 1):
-        tensors = WEIGHTS.export(state)
-        second = tensors[1]
-
-        def read(failing: int = failing, second: Any = second) -> Tensor:
-            found: Tensor = second.read()
-            if rank == failing:
-                raise MemoryError("on the host")
-            return found
-
-        tensors[1] = second._replace(read=read)
+    # A rank that writes or does not, in the middle of a shard, after it has gathered a tensor or before.
+    for failing, gathers in itertools.product((0, 1), (True, False)):
         error, wanted = (MemoryError, "on the host") if rank == failing else (CheckpointError, f"rank {failing} failed")
+        ranks = Ranks(state.values())
         with pytest.raises(error, match=wanted):
-            save_checkpoint(out, tensors, ranks=Ranks(state.values()))
+            save_checkpoint(out, failing_tensors(state, rank == failing, gathers), ranks=ranks)
+        with pytest.raises(error, match=wanted):
+            for _ in in_buckets(failing_tensors(state, rank == failing, gathers), 100, None, ranks):
+                pass
 
     assert not out.exists()
     spec.save(out, state)  # Ranks are still in step.

@@ -13,7 +13,6 @@ from zoo import CONFIGS, make_checkpoint
 import ligermodels as lm
 from ligermodels.convert import placement
 from ligermodels.errors import InputError
-from ligermodels.ops import set_backend
 from ligermodels.speculative.joint import JointMedusa
 
 LLAMA = {**CONFIGS["llama-3"], "torch_dtype": "float16"}
@@ -234,16 +233,3 @@ def test_repr_shows_sizes() -> None:
     ):  # fmt: skip
         assert part in shown.replace("(\n  vocab", "(vocab")
     assert "scale=" in repr(lm.from_config(CONFIGS["gemma"]).decoder.embed)
-
-
-# -- torch.export ------------------------------------------------------------------------------------------------------
-
-
-def test_an_exported_program_takes_other_batch_sizes_and_lengths() -> None:
-    """Attention beside Mamba2."""
-    model = lm.from_config({**CONFIGS["falcon_h1"], "num_hidden_layers": 1}).eval()
-    batch, length = torch.export.Dim("batch", min=1, max=8), torch.export.Dim("length", min=16, max=64)
-    ids, others = (torch.randint(3, 131, shape) for shape in ((2, 16), (3, 19)))
-    with set_backend("reference"):
-        program = torch.export.export(model, (ids,), dynamic_shapes={"input_ids": {0: batch, 1: length}}).module()
-        assert torch.equal(program(others).logits, model(others).logits)

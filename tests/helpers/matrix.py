@@ -41,17 +41,17 @@ BY_KIND = {"MTP heads", "LoRA", "int4", "shard, context, tensor"}
 BY_LAYERS = {"packed", "generate", "Medusa heads", "nativize"} | BY_KIND
 """Capabilities whose code goes by layers, not by families: shown in one configuration of each type."""
 
-OTHERWISE = {**dict.fromkeys(BY_KIND, "by kind"), "nativize": "error"}
-"""The cell of a type without a test of a capability."""
+REFUSALS = {"nativize": ["nativize/test_nativize.py::test_layers_without_a_counterpart_*"]}
+"""The tests that show which types refuse a capability: their cell is "error"."""
 
 HEAD = """# What the tests show
 
 Of each family, by `model_type`: ✓ where all tests of a capability pass, and ✗ where one does not. Every configuration
 named here is loaded, trained and exported; packed documents, generation and Medusa heads are tested in one of each
 type, and in those that together have every kind of layer with every option; MTP heads, LoRA, int4 and
-parallel plans (FSDP2, context and tensor parallelism on two ranks) only in the latter ("by kind"). `nativize` of types
-with "error" is refused by name. The tests hold tiny random models of awkward sizes to transformers' own. `make matrix`
-runs them and writes this page.
+parallel plans (FSDP2, context and tensor parallelism on two ranks) only in the latter ("by kind"). "error" is shown by
+a test too: `nativize` refuses the type by name, and changes nothing. The tests hold tiny random models of awkward sizes
+to transformers' own. `make matrix` runs them and writes this page.
 """
 
 
@@ -60,22 +60,24 @@ class Matrix:
 
     def __init__(self) -> None:
         self.cells: dict[tuple[str, str], set[str]] = defaultdict(set)
+        self.refusals: dict[tuple[str, str], set[str]] = defaultdict(set)
         self.configs: dict[str, list[str]] = {
             family: [name for name, config in TINY.items() if config["model_type"] == family] for family in FAMILIES
         }
-        self.unused = {pattern for patterns in CAPABILITIES.values() for pattern in patterns}
+        self.unused = set(all_patterns())
         self.passed: dict[str, bool] = {}
 
     def pytest_collection_modifyitems(self, items: list[pytest.Function]) -> None:
         """Sort the tests into their cells, and drop the others."""
         for item in items:
             name = f"{item.path.relative_to(TESTS)}::{item.originalname}"
-            for capability, patterns in CAPABILITIES.items():
-                if found := {pattern for pattern in patterns if fnmatch(name, pattern)}:
-                    for family in families_of(item):
-                        self.unused -= found
-                        self.cells[family, capability].add(item.nodeid)
-        wanted = set().union(*self.cells.values())
+            for tests, group in ((self.cells, CAPABILITIES), (self.refusals, REFUSALS)):
+                for capability, patterns in group.items():
+                    if found := {pattern for pattern in patterns if fnmatch(name, pattern)}:
+                        for family in families_of(item):
+                            self.unused -= found
+                            tests[family, capability].add(item.nodeid)
+        wanted = set().union(*self.cells.values(), *self.refusals.values())
         items[:] = [item for item in items if item.nodeid in wanted]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -86,10 +88,12 @@ class Matrix:
         """What CAPABILITIES names in vain, and what no test shows."""
         names = [f"no test of a family is called {pattern}" for pattern in sorted(self.unused)]
         return names + [
-            f"no test shows {capability} of {family}"
+            f"no test shows {capability} of {family}" + (", or its refusal" if capability in REFUSALS else "")
             for family in FAMILIES
             for capability in CAPABILITIES
-            if not self.cells[family, capability] and FAMILIES[family].text is None and capability not in OTHERWISE
+            if FAMILIES[family].text is None
+            and capability not in BY_KIND
+            and not (self.cells[family, capability] or self.refusals[family, capability])
         ]
 
     def page(self) -> str:
@@ -99,17 +103,28 @@ class Matrix:
             rows.append([f"`{family}`", ", ".join(configs), *(self._cell(family, each) for each in CAPABILITIES)])
         table = ["| " + " | ".join(row) + " |" for row in rows]
         sources = [f"- {each}: " + ", ".join(f"`{name}`" for name in CAPABILITIES[each]) for each in CAPABILITIES]
+        sources += [f"- error, of {each}: " + ", ".join(f"`{name}`" for name in REFUSALS[each]) for each in REFUSALS]
         return "\n".join([HEAD, *table, "", "The tests, in `tests/`:", "", *sources, ""])
 
     def _cell(self, family: str, capability: str) -> str:
         tests, text = self.cells[family, capability], FAMILIES[family].text
+        if not tests and (refusals := self.refusals[family, capability]):
+            return "error" if self._pass(refusals) else "✗"
         if not tests and text is not None:
             return f"as `{text(NEEDED.get(family, {}))['model_type']}`"
-        if not tests and capability in OTHERWISE:
-            return OTHERWISE[capability]
+        if not tests and capability in BY_KIND:
+            return "by kind"
         shown = [any(f"[{config}]" in test for test in tests) for config in self.configs[family]]
         enough = capability in BY_KIND or (any(shown) if capability in BY_LAYERS else all(shown))
-        return "✓" if tests and enough and all(self.passed.get(test, True) for test in tests) else "✗"
+        return "✓" if tests and enough and self._pass(tests) else "✗"
+
+    def _pass(self, tests: set[str]) -> bool:
+        return all(self.passed.get(test, True) for test in tests)
+
+
+def all_patterns() -> list[str]:
+    """The tests of all cells."""
+    return [pattern for group in (CAPABILITIES, REFUSALS) for patterns in group.values() for pattern in patterns]
 
 
 def families_of(item: pytest.Function) -> list[str]:
@@ -124,7 +139,7 @@ def families_of(item: pytest.Function) -> list[str]:
 def main(check: bool) -> int | str:
     """Exit status, or what is wrong."""
     matrix = Matrix()
-    files = sorted({str(TESTS / pattern.partition("::")[0]) for group in CAPABILITIES.values() for pattern in group})
+    files = sorted({str(TESTS / pattern.partition("::")[0]) for pattern in all_patterns()})
     status = pytest.main([*files, "--every-case", *(["--collect-only", "-qq"] if check else ["-q"])], plugins=[matrix])
     if faults := matrix.faults():
         return "\n".join(faults)

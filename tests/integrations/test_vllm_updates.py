@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from two_ranks import in_two_ranks
 from zoo import CONFIGS
 
 import ligermodels as lm
+from ligermodels.convert import ranks
 from ligermodels.convert.weight_stream import WeightStream
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.integrations.vllm import RECEIVER, update_weights, weights
@@ -49,6 +50,11 @@ class Served(torch.nn.Module):
             self.stream.load(name, tensor)
 
 
+PARALLEL_STATE = SimpleNamespace(
+    model_parallel_is_initialized=torch.distributed.is_initialized,
+    get_world_group=lambda: SimpleNamespace(world_size=torch.distributed.get_world_size()),
+)
+"""vLLM's process groups in a process that has a worker."""
 MODULES: dict[str, Any] = {
     "vllm.v1.executor.uniproc_executor": SimpleNamespace(UniProcExecutor=Executor),
     "ligermodels.integrations.vllm.model": SimpleNamespace(LigerModelsForCausalLM=Served),
@@ -240,10 +246,10 @@ def test_handles_of_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_ranks(rank: int, folder: Path, mesh: DeviceMesh) -> None:
-    def update(engine: Any, **options: Any) -> str:
+    def update(engine: Any, weights: lm.CausalLM | None = None, **options: Any) -> str:
         """The error of this rank; "" without one."""
         try:
-            update_weights(engine, model, **options)
+            update_weights(engine, weights or model, **options)
         except (CheckpointError, InputError) as error:
             return f"{type(error).__name__}: {error}"
         return ""
@@ -269,6 +275,49 @@ def on_ranks(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     assert update(engine if rank == 0 else None) == ""
     if rank == 0:
         engine.check(lm.from_pretrained(folder / "two-layers"))
+    gather_fails(rank, model, update)
+
+    whole, engine = lm.from_pretrained(folder / "two-layers"), launched()
+    assert update(engine, whole) == ""
+    engine.check(whole)
+    sys.modules["vllm.distributed.parallel_state"] = PARALLEL_STATE  # type: ignore[assignment]
+    for broken, message in (
+        (launched(idle=False), "InputError: engine: has unfinished requests"),
+        (None, "InputError: engine: with external_launcher each rank gives its engine; got None"),
+    ):
+        found = update(broken if rank == 1 else engine, whole)
+        assert found.startswith(message if rank == 1 else f"CheckpointError: update_weights: rank 1 failed: {message}")
+
+
+def launched(**options: Any) -> Workers:
+    """The engine of one rank with `external_launcher`, whose worker is this process."""
+    engine, served = Workers(**options), Served()
+    engine.vllm_config.parallel_config.distributed_executor_backend = "external_launcher"
+    engine.model_executor, engine.apply_model, engine.models = Launched(), lambda function: [function(served)], [served]
+    return engine
+
+
+def gather_fails(rank: int, model: lm.CausalLM, update: Callable[..., str]) -> None:
+    """On one rank, with an engine or without, in the middle of a bucket: no rank waits for it."""
+    gathers = ranks.Gather.__call__
+    for failing in (0, 1):
+        engine, calls = Workers(), Counter[str]()
+
+        def gather(self: ranks.Gather, tensor: Tensor, failing: int = failing, calls: Counter[str] = calls) -> Tensor:
+            calls["gather"] += 1
+            if rank == failing and calls["gather"] == 5:
+                raise InputError("no memory")
+            return gathers(self, tensor)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ranks.Gather, "__call__", gather)
+            found = update(engine if rank == 0 else None)
+        assert found == (
+            "InputError: no memory"
+            if rank == failing
+            else f"CheckpointError: gathering the weights: rank {failing} failed: InputError: no memory"
+        )
+        assert update(engine if rank == 0 else None) == ""
 
 
 def test_every_rank_learns_of_an_error(tmp_path: Path) -> None:

@@ -1,16 +1,20 @@
 """Checkpoints of base models, without the prefix "model." and often without a head, as embedding models have them."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoConfig, AutoModel
 from zoo import CONFIGS, EACH_FAMILY, relative_error
 
 import ligermodels as lm
+from ligermodels.cli.describe import checkpoint_facts
 from ligermodels.errors import CheckpointError
+from ligermodels.models.vocabulary import grow_vocabulary
 from ligermodels.verify import verify
 
 TIED = {"model_type": "qwen3", **CONFIGS["qwen3"], "tie_word_embeddings": True}
@@ -22,21 +26,26 @@ def names_of(folder: Path) -> list[str]:
         return sorted(file.keys())
 
 
+def without_prefix(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, which gets their names without the prefix."""
+    stored = load_file(folder / WEIGHTS)
+    save_file({name.removeprefix(f"{prefix}."): x for name, x in stored.items()}, folder / WEIGHTS, {"format": "pt"})
+    assert [*names_of(folder)] != sorted(stored)
+    return stored
+
+
 @pytest.mark.parametrize("family", EACH_FAMILY)
 def test_names_without_the_prefix(family: str, tmp_path: Path) -> None:
     """They load, and the usual names are written, which base models of transformers read too."""
     model = lm.from_config(CONFIGS[family])
     model.save_pretrained(tmp_path / "usual")
     prefix = model.require_export_spec().weight_map.mappings[0].views[0].source.partition(".")[0]
-    stored = load_file(tmp_path / "usual" / WEIGHTS)
-    bare = {name.removeprefix(f"{prefix}."): tensor for name, tensor in stored.items()}
-    assert len(bare) == len(stored) and bare.keys() != stored.keys()
-    save_file(bare, tmp_path / "usual" / WEIGHTS, {"format": "pt"})
+    stored = without_prefix(tmp_path / "usual", prefix)
     loaded = lm.from_pretrained(tmp_path / "usual", dtype=torch.float32)
     assert all(torch.equal(x, y) for x, y in zip(model.parameters(), loaded.parameters(), strict=True))
     loaded.save_pretrained(tmp_path / "again")
     assert names_of(tmp_path / "again") == sorted(stored)
-    model.load_hf_state_dict(bare)
+    model.load_hf_state_dict(load_file(tmp_path / "usual" / WEIGHTS))
 
 
 def test_saved_by_transformers(tmp_path: Path) -> None:
@@ -56,7 +65,73 @@ def test_saved_by_transformers(tmp_path: Path) -> None:
 
 
 def test_a_head_that_is_not_stored(tmp_path: Path) -> None:
+    """Is an error with advice that works."""
     config = AutoConfig.for_model(**{**TIED, "tie_word_embeddings": False})
-    AutoModel.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"1 missing from the checkpoint: lm_head\.weight$"):
+    base = AutoModel.from_config(config, attn_implementation="eager").eval()
+    base.save_pretrained(tmp_path)
+    words = r"a base model without an LM head.*: lm_head\.weight is missing.* set tie_word_embeddings to true"
+    for load in (
+        lambda: lm.from_pretrained(tmp_path),
+        lambda: lm.from_transformers(base),
+        lambda: lm.from_config(tmp_path).load_hf_state_dict(base.state_dict()),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            load()
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "tie_word_embeddings": True}))
+    ids = torch.randint(3, 100, (2, 13))
+    found = lm.from_pretrained(tmp_path)(ids, return_last_hidden_state=True).last_hidden_state
+    assert relative_error(found, base(ids).last_hidden_state) < 1e-5
+    save_file(dict(list(load_file(tmp_path / WEIGHTS).items())[1:]), tmp_path / WEIGHTS, {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match="2 missing from the checkpoint"):
         lm.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "bailing_hybrid", "qwen3_5_text-other-sizes", "nemotron_h"])
+def test_mtp_heads(name: str, tmp_path: Path) -> None:
+    """They are found, kept or replaced, and written by the usual names like the model."""
+    model = lm.from_config(CONFIGS[name])
+    mtp = lm.MTPModel.from_base(model)
+    for parameter in mtp.head_parameters():
+        torch.nn.init.normal_(parameter)
+    mtp.save_pretrained(tmp_path / "bare")
+    prefix = model.require_export_spec().weight_map.mappings[0].views[0].source.partition(".")[0]
+    stored = without_prefix(tmp_path / "bare", prefix)
+    loaded = lm.MTPModel.from_pretrained(tmp_path / "bare")
+    assert all(torch.equal(x, y) for x, y in zip(mtp.head_parameters(), loaded.head_parameters(), strict=True))
+    base = lm.from_pretrained(tmp_path / "bare")
+    assert checkpoint_facts(tmp_path / "bare")["mtp_head"]
+    loaded.save_pretrained(tmp_path / "head")
+    base.save_pretrained(tmp_path / "kept")
+    for written in ("head", "kept"):
+        found = load_file(tmp_path / written / WEIGHTS)
+        assert found.keys() == stored.keys() and all(torch.equal(found[name], stored[name]) for name in stored)
+    base.save_pretrained(tmp_path / "without", keep="without-heads")
+    assert names_of(tmp_path / "without") == sorted(model.require_export_spec().weight_map.sources())
+    lm.MTPModel.from_base(base).save_pretrained(tmp_path / "new")
+    assert names_of(tmp_path / "new") == sorted(stored)
+
+
+def test_sizes_and_copies_of_heads(tmp_path: Path) -> None:
+    """Under the names without prefix too: a copy of the embedding follows it, and another vocabulary is an error."""
+    model = lm.from_config(CONFIGS["glm4_moe"])
+    lm.MTPModel.from_base(model).save_pretrained(tmp_path / "bare")
+    without_prefix(tmp_path / "bare", "model")
+    base = lm.from_pretrained(tmp_path / "bare", mapped=False)
+    with torch.no_grad():
+        base.decoder.embed.weight.add_(1)
+    base.save_pretrained(tmp_path / "trained")
+    found = load_file(tmp_path / "trained" / WEIGHTS)
+    copies = [name for name in found if name.endswith("embed_tokens.weight")]
+    assert len(copies) == 2 and torch.equal(found[copies[0]], found[copies[1]])
+    heads = {"medusa_head.0.1.weight": torch.zeros(model.config.vocab_size, 2)}
+    save_file({**load_file(tmp_path / "bare" / WEIGHTS), **heads}, tmp_path / "bare" / WEIGHTS, {"format": "pt"})
+    fields = json.loads((tmp_path / "bare" / "config.json").read_text())
+    (tmp_path / "bare" / "config.json").write_text(
+        json.dumps({**fields, "medusa_num_heads": 1, "medusa_num_layers": 1})
+    )
+    base = lm.from_pretrained(tmp_path / "bare")
+    grow_vocabulary(base, 150)
+    with pytest.raises(CheckpointError, match=r"medusa_head\.0\.1\.weight .* does not fit it any more: model\.embed"):
+        base.save_pretrained(tmp_path / "resized")

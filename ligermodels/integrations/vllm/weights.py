@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+import sys
 import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,33 +43,49 @@ def update_weights(engine: Any, model: CausalLM, *, bucket_bytes: int | str = "1
     Args:
         engine: a `vllm.LLM` of `LigerModelsForCausalLM` or `LigerModelsHybridForCausalLM`. On several ranks, rank 0 has
             the engine, and the others give None, or engines of their own. With vLLM's `external_launcher` each rank
-            has an engine, and gives it.
+            has an engine, and gives it; all ranks call this.
         model: the model with the new weights, of any parallel plan; if it is sharded, all ranks call this.
         bucket_bytes: largest bucket in bytes, or text such as "1GB"; see `iter_hf_weights`.
 
     Raises:
         InputError: the engine serves another class, has unfinished requests, runs on another host, or does not empty
-            its prefix cache; or the model has LoRA (call `merge_lora`) or quantised weights (call `dequantize`).
+            its prefix cache; a rank of `external_launcher` gives None; or the model has LoRA (call `merge_lora`) or
+            quantised weights (call `dequantize`).
         CheckpointError: a tensor is unknown to the served model, or one of its tensors is not sent; the message names
-            it. Tensors that came before have their new values. On several ranks of a sharded model also if another rank
-            fails; the message names the rank and its error.
+            it. Tensors that came before have their new values. On several ranks of a sharded model, or of
+            `external_launcher`, also if another rank fails; the message names the rank and its error.
 
     Examples:
         >>> from vllm import LLM  # doctest: +SKIP
         >>> engine = LLM("model/", hf_overrides={"architectures": ["LigerModelsForCausalLM"]})  # doctest: +SKIP
         >>> update_weights(engine, model)  # doctest: +SKIP
     """
-    ranks, sends = Ranks(persistent_tensors(model).values()), engine is not None or Ranks.of_group().rank == 0
+    has_peers = _has_peers(engine)
+    ranks = Ranks.of_group() if has_peers else Ranks(persistent_tensors(model).values())
+    sends = engine is not None or has_peers or Ranks.of_group().rank == 0
     with ranks.step("update_weights", ""):  # before any rank gathers a tensor
         buckets = model.iter_hf_weights(bucket_bytes=bucket_bytes)
+        if engine is None and has_peers:
+            raise InputError("engine: with external_launcher each rank gives its engine; got None")
         target = _checked(engine) if sends else None
     with ranks.step("update_weights", ""):
         try:
             if target is not None:
                 _update(target, buckets, model.device)
         finally:
-            for _ in buckets:  # takes part in gathering, without an engine and after an error
+            for _ in buckets:  # takes part in gathering, without an engine and after an error of the engine
                 pass
+
+
+def _has_peers(engine: Any) -> bool:
+    """Whether this process has one of several workers that vLLM's `external_launcher` started; for None by the process
+    group of a worker in this process."""
+    if engine is None:
+        state = sys.modules.get("vllm.distributed.parallel_state")
+        return state is not None and state.model_parallel_is_initialized() and state.get_world_group().world_size > 1
+    parallel = getattr(getattr(getattr(engine, "llm_engine", None), "vllm_config", None), "parallel_config", None)
+    backend = getattr(parallel, "distributed_executor_backend", None)
+    return backend == "external_launcher" and getattr(parallel, "world_size", 1) > 1
 
 
 class _Target(NamedTuple):

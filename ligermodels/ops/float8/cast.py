@@ -28,7 +28,7 @@ from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.runtime.dispatch import tl
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import always, custom_op, is_fake, reject_dtensors
-from ligermodels.ops.runtime.tensors import as_rows, rows_and_stride
+from ligermodels.ops.runtime.tensors import as_rows, count_rows, rows_and_stride
 
 
 def float8_cast(
@@ -73,7 +73,7 @@ def float8_cast(
 
 def with_layouts(x: Float8Tensor, rows: bool, columns: bool) -> Float8Tensor:
     """x with at least the needed layouts, `rows` or `columns`; a missing layout is the other layout, transposed."""
-    M, N = x.shape[:-1].numel(), x.shape[-1]
+    M, N = count_rows(x), x.shape[-1]
     row_major, transposed = x.wide, x.columns
     if rows and row_major is None and transposed is not None:
         row_major = float8_transpose(transposed)[:M, :N].contiguous()  # N has no padding: it is a multiple of 16
@@ -221,7 +221,7 @@ def _float8_cast(
         q = (as_rows(x).float() / scale.nan_to_num(1.0)).clamp(-most, most).to(dtype)
         nothing = q.new_empty(0)
         return with_tail(q, tail) if need_rows else nothing, _transposed(q) if need_columns else nothing, scale
-    M, N = x.shape[:-1].numel(), x.shape[-1]
+    M, N = count_rows(x), x.shape[-1]
     rows = x.new_empty((M, N + tail) if need_rows else 0, dtype=dtype)
     columns = x.new_empty((N, aligned(M)) if need_columns else 0, dtype=dtype)
     scale = x.new_empty((), dtype=torch.float32)
@@ -234,7 +234,7 @@ def _float8_cast(
 def _launch(
     x: Tensor, amax: Tensor, rows: Tensor, words: Tensor, scale: Tensor, tail: int, dtype: torch.dtype, **options: bool
 ) -> None:
-    M, N = x.shape[:-1].numel(), x.shape[-1]
+    M, N = count_rows(x), x.shape[-1]
     programs, across = _tiles(M, N)
     _cast_kernel[(max(programs, 1),)](
         *rows_and_stride(x), amax, rows, (N + tail) // 4, words, scale, M, N, aligned(M) // 4, max(across, 1),

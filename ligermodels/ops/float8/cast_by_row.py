@@ -14,7 +14,7 @@ from ligermodels.ops.runtime.devices import power_of_2_above
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
-from ligermodels.ops.runtime.tensors import as_rows, rows_and_stride
+from ligermodels.ops.runtime.tensors import as_rows, count_rows, rows_and_stride
 
 BLOCK = 2048  # elements of a row at a time
 
@@ -89,7 +89,7 @@ def _cast_rows_kernel(
 
 @custom_op()
 def _float8_rows(x: Tensor, dtype: torch.dtype, tail: int) -> tuple[Tensor, Tensor]:
-    M, N = x.shape[:-1].numel(), x.shape[-1]
+    M, N = count_rows(x), x.shape[-1]
     if not use_kernels(x):
         return rows_reference(as_rows(x).float(), dtype, tail)
     rows, scale = empty_rows(x, M, N, dtype, tail)

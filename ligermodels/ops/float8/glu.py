@@ -19,7 +19,7 @@ from ligermodels.ops.runtime.devices import power_of_2_above
 from ligermodels.ops.runtime.dispatch import IN_INTERPRETER, tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
-from ligermodels.ops.runtime.tensors import rows_and_stride
+from ligermodels.ops.runtime.tensors import count_rows, rows_and_stride
 
 BLOCK = 2048  # pairs of a row at a time
 
@@ -186,7 +186,7 @@ def _float8_glu(
     options = GLUOptions(activation, gate_multiplier, down_multiplier, limit, up_offset)
     if not use_kernels(gate_up):
         return rows_reference(_reference(gate_up, dy, options), dtype, tail)
-    M, N = gate_up.shape[:-1].numel(), gate_up.shape[-1] // 2
+    M, N = count_rows(gate_up), gate_up.shape[-1] // 2
     rows, scale = empty_rows(gate_up, M, N if dy is None else 2 * N, dtype, tail)
     if is_fake(rows) or not rows.numel():
         return rows, scale

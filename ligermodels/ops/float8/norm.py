@@ -18,7 +18,7 @@ from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
-from ligermodels.ops.runtime.tensors import empty_like, rows_and_stride
+from ligermodels.ops.runtime.tensors import count_rows, empty_like, rows_and_stride
 
 TENSORS = Signature(x="... N+", residual="... N =x ?", weight="N")
 
@@ -96,7 +96,7 @@ def _float8_rms_norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Rows of the result with a tail, and their scales; the sum (empty without a residual); 1 / rms of each row.
     cast_before: casting mode "llama"."""
-    M, N = x.shape[:-1].numel(), x.shape[-1]
+    M, N = count_rows(x), x.shape[-1]
     if not use_kernels(x, weight) or N > MAX_KERNEL_WIDTH:
         total = x if residual is None else (x + residual).contiguous()
         y, rstd = _reference(total, weight, eps, offset, cast_before)

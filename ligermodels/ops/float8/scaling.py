@@ -12,6 +12,7 @@ from torch import Tensor
 from ligermodels.errors import BackendError
 from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import IN_INTERPRETER, tl, triton, use_kernels
+from ligermodels.ops.runtime.tensors import count_rows
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MAX_EXPONENT = {E4M3: 8, E5M2: 15}  # the largest number is 1.75 * 2 ** MAX_EXPONENT: 448, 57344
@@ -47,7 +48,7 @@ def check_float8_device(op: str, device: torch.device) -> None:
 def use_float8_kernels(x: Tensor, *others: Tensor | None) -> bool:
     """Whether kernels serve x (..., N) and the others. A single row goes to the reference: for it, code that Triton 3.6
     generated for sm_90 filled the padding of the transposed layout with bytes other than zero."""
-    return use_kernels(x, *others) and x.shape[:-1].numel() > 1
+    return use_kernels(x, *others) and count_rows(x) > 1
 
 
 def aligned(size: int) -> int:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ligermodels.errors import InputError
+from ligermodels.ops.runtime.tensors import count_rows
 
 _aten = torch.ops.aten
 
@@ -69,7 +70,7 @@ class Float8Tensor(Tensor):
             q = self.rows
         else:
             assert self.columns is not None
-            q = self.columns[:, : self.shape[:-1].numel()].t()
+            q = self.columns[:, : count_rows(self)].t()
         scale = self.scale.unsqueeze(1) if self.scale.dim() else self.scale
         return (q.float() * scale).to(self.dtype).reshape(self.shape)
 

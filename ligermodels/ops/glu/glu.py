@@ -27,7 +27,7 @@ from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.devices import power_of_2_above
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, once_differentiable
-from ligermodels.ops.runtime.tensors import as_dtype, elementwise, empty_gradient, rows_and_stride
+from ligermodels.ops.runtime.tensors import as_dtype, count_rows, elementwise, empty_gradient, rows_and_stride
 
 _TENSORS = Signature(dtensors="replicated", gate="... I", up="... I =gate ?")
 MAX_TILES = 4  # tiles of a row that a program takes
@@ -232,7 +232,7 @@ def _glu_forward(
     out = gate.new_empty(*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1))
     if is_fake(out):
         return out
-    M, N = out.shape[:-1].numel(), out.shape[-1]
+    M, N = count_rows(out), out.shape[-1]
     blocks, options = _blocks(gate, N, up is None)
     glu_forward_kernel[(M * blocks,)](
         *rows_and_stride(gate), *rows_and_stride(up), out,
@@ -250,7 +250,7 @@ def _glu_backward(
     dgate, dup = empty_gradient(gate, need_gate, gate), empty_gradient(up, need_up, gate)
     if is_fake(dgate):
         return dgate, dup
-    M, N = dy.shape[:-1].numel(), dy.shape[-1]
+    M, N = count_rows(dy), dy.shape[-1]
     blocks, options = _blocks(gate, N, up is None)
     glu_backward_kernel[(M * blocks,)](
         *rows_and_stride(dy), *rows_and_stride(gate), *rows_and_stride(up), dgate, dup,

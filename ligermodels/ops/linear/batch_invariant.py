@@ -17,7 +17,7 @@ from ligermodels.ops.runtime.devices import num_sms, pipeline_stages
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
-from ligermodels.ops.runtime.tensors import contiguous, under_autocast
+from ligermodels.ops.runtime.tensors import contiguous, count_rows, under_autocast
 
 _WIDE = "AVX512" in torch.backends.cpu.get_cpu_capability()
 """Without AVX-512, MKL's bits of a row depend on its place among the rows of the left operand, and not on its place
@@ -41,7 +41,7 @@ def batch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
     if any(is_dtensor(t) for t in (x, weight, bias) if t is not None):
         refuse_batch_invariant("a linear layer with DTensors")
     x, weight, bias = under_autocast(x, weight, bias)
-    y: Tensor = _BatchInvariantLinear.apply(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, bias)
+    y: Tensor = _BatchInvariantLinear.apply(x.reshape(count_rows(x), x.shape[-1]), weight, bias)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 

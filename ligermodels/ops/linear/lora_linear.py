@@ -11,7 +11,7 @@ from ligermodels.ops.linear.linear import dense_linear
 from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import set_batch_invariant
 from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
-from ligermodels.ops.runtime.tensors import empty_gradient, under_autocast
+from ligermodels.ops.runtime.tensors import count_rows, empty_gradient, under_autocast
 
 _TENSORS = Signature(x="... K", weight="M K =x", a="r K =x", b="M r =x", bias="M =x ?", dropped="... K =x ?")
 
@@ -52,7 +52,7 @@ def lora_linear(
     _TENSORS.check("lora_linear", x, weight, a, b, bias, dropped)
     if set_batch_invariant.value:
         return lora_linear_reference(x, weight, a, b, bias, scaling=scaling, dropped=dropped)
-    rows, K = x.shape[:-1].numel(), x.shape[-1]
+    rows, K = count_rows(x), x.shape[-1]
     dropped = None if dropped is None else dropped.reshape(rows, K)
     y: Tensor = _LoRALinear.apply(x.reshape(rows, K), dropped, weight, bias, a, b, scaling)
     return y.view(*x.shape[:-1], weight.shape[0])

@@ -22,7 +22,7 @@ from ligermodels.ops.loss.token_losses import Reduction, check_reduction, loss_w
 from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
-from ligermodels.ops.runtime.tensors import under_autocast
+from ligermodels.ops.runtime.tensors import count_rows, under_autocast
 
 OP = "linear_distillation"
 _TENSORS = Signature(
@@ -274,7 +274,7 @@ def _linear_distillation(
     options = DistillationOptions(
         divergence, beta, temperature, softcap, logit_scale, teacher_softcap, teacher_logit_scale
     )
-    kernels, share = use_kernels(hidden, teacher_hidden), mask.numel() // max(teacher_hidden.shape[:-1].numel(), 1)
+    kernels, share = use_kernels(hidden, teacher_hidden), mask.numel() // max(count_rows(teacher_hidden), 1)
     share = max(share, 1)
     beside = bytes_in_place(len(weight), hidden.dtype, teacher_hidden.dtype, options, kernels)
     item = teacher_weight.element_size()

@@ -13,6 +13,7 @@ backward pass recomputes the logits with reduction "none", because only it knows
 float16, because gradients of logits underflow without the loss scale.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
@@ -64,7 +65,7 @@ class RowSelection(NamedTuple):
         if values is None or not values.dim():
             return values
         of_row = values.shape[1:]
-        filled = values.new_full((self.shape.numel(), *of_row), fill)
+        filled = values.new_full((math.prod(self.shape), *of_row), fill)
         return filled.index_copy(0, self.indices, values).view(*self.shape, *of_row)
 
 

@@ -16,7 +16,7 @@ from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
-from ligermodels.ops.runtime.tensors import as_rows, contiguous, empty_gradient, empty_like
+from ligermodels.ops.runtime.tensors import as_rows, contiguous, count_rows, empty_gradient, empty_like
 
 TENSORS = Signature(x="... heads N+", z="... heads N =x", weight="N")
 TENSORS_OF_HEADS = Signature(x="... heads N+", z="... heads N =x", weight="heads N")
@@ -192,7 +192,7 @@ def _heads(z: Tensor) -> tuple[Tensor, int, int]:
 def _sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int, int]:
     """Rows that share a weight, their channels, heads of a token that share a weight, and number of weights."""
     weights, heads = 1 if weight.dim() == 1 else max(len(weight), 1), x.shape[-2]
-    return x.shape[:-1].numel() // weights, x.shape[-1], heads // weights, weights
+    return count_rows(x) // weights, x.shape[-1], heads // weights, weights
 
 
 @custom_op()

@@ -22,7 +22,7 @@ from ligermodels.ops.runtime.checks import check_tensor
 from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
-from ligermodels.ops.runtime.tensors import under_autocast
+from ligermodels.ops.runtime.tensors import count_rows, under_autocast
 
 PIECE = 2**24
 """Elements of a piece of W."""
@@ -61,8 +61,10 @@ def quantized_linear(
         check_tensor(name, "bias", bias, (codes.shape[0],), x.device)
         bias = bias.to(x.dtype)
     codes, scales = codes.contiguous(), scales.contiguous()
-    rows = x.reshape(x.shape[:-1].numel(), features)
-    if not torch.is_grad_enabled() and not x.is_meta and _kernel(rows, codes) is few_rows:
+    rows = x.reshape(count_rows(x), features)
+    # An exported program chooses the kernel when it runs, by its number of rows.
+    in_one_kernel = not (torch.is_grad_enabled() or x.is_meta or torch.compiler.is_exporting())
+    if in_one_kernel and _kernel(rows, codes) is few_rows:
         return few_rows_linear(x, codes, scales, bias, activation)
     y: Tensor = _QuantizedLinear.apply(rows, codes, scales, bias)
     return gated_activation(y.view(*x.shape[:-1], codes.shape[0]), activation)

@@ -189,7 +189,7 @@ def _rope_rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, inverse:
         return out
     q_part = q.shape[2], 1, heads_of(q), heads_of(out[0])
     k_part = None if k is None else (k.shape[2], 1, heads_of(k), heads_of(out[1]))
-    launch(q.shape[:2].numel(), q.shape[3], (q_part, k_part, None), cos, sin, inverse)
+    launch(q.shape[0] * q.shape[1], q.shape[3], (q_part, k_part, None), cos, sin, inverse)
     return out
 
 
@@ -209,7 +209,7 @@ def _rope_split(
         for size, source, x in zip((group_size, 1, 1), packed, (q, k, v), strict=True)
     ]
     norms = HeadNorms(q_norm, k_norm, eps, offset, cast_before)
-    launch(qkv.shape[:2].numel(), head_dim, parts, cos, sin, False, norms)
+    launch(qkv.shape[0] * qkv.shape[1], head_dim, parts, cos, sin, False, norms)
     return q, k, v
 
 

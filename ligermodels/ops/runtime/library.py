@@ -112,9 +112,15 @@ def custom_op(
             return on_device(*args)
 
         run = on_device_in_place if mutated else on_device
+
+        def below_autograd(*args: Any) -> Any:
+            # A program of torch.export calls the op while gradients are recorded.
+            with torch._C._AutoDispatchBelowAutograd():
+                return run(*args)
+
         _library.define(name + torch.library.infer_schema(function, mutates_args=mutates_args))
         for key in ("CPU", "CUDA"):
-            _library.impl(name, run, key)
+            _library.impl(name, below_autograd, key)
         torch.library.register_fake(f"ligermodels::{name}", function, lib=_library)
         op = getattr(torch.ops.ligermodels, name).default
         if keep is not None:
@@ -135,8 +141,7 @@ def custom_op(
                 return op(*args)
             if not torch.is_grad_enabled():  # as within the passes of an autograd.Function
                 return run(*args)
-            with torch._C._AutoDispatchBelowAutograd():
-                return run(*args)
+            return below_autograd(*args)
 
         return call
 

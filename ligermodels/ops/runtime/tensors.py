@@ -1,5 +1,6 @@
 """Helpers for the tensors of ops: autocast, layouts for kernels, memory for gradients, and copies to the host."""
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -65,9 +66,15 @@ def empty_gradient(x: Tensor | None, needed: int, like: Tensor) -> Tensor:
     return like.new_empty(0) if x is None or not needed else empty_like(x)
 
 
+def count_rows(x: Tensor) -> int:
+    """The rows of x (..., N): the product of all sizes but the last. Symbolic sizes, as under `torch.export`, stay
+    symbolic, while `torch.Size.numel` makes them constants."""
+    return math.prod(x.shape[:-1])
+
+
 def as_rows(x: Tensor) -> Tensor:
     """x (..., N) as (rows, N) with a contiguous last dimension: a view if the strides allow it, else a copy."""
-    rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    rows = x if x.dim() == 2 else x.reshape(count_rows(x), x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
