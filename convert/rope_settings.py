@@ -115,7 +115,8 @@ def _select(old: Mapping[str, Any], new: Mapping[str, Any], layer_type: str | No
     """The settings for `layer_type` in `rope_scaling` (old) and `rope_parameters` (new)."""
     nested = layer_types(new)
     if layer_type is None:
-        if nested := nested or layer_types(old):
+        nested = nested or layer_types(old) or [name for name in new if name in LAYER_THETAS]
+        if nested:
             raise ConfigError(f"rope_parameters: one rope for all layers is implemented, got one for each of {nested}")
         return _renamed(old or new)
     if types := layer_types(old):

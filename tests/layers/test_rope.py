@@ -272,6 +272,7 @@ def test_frequencies_stay_fp32_and_come_back_from_meta(rope: RopeConfig) -> None
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not implemented for this model_type"),
         ({"rope_parameters": [1]}, r"rope_parameters: must be an object, got \[1\]"),
         (GEMMAS["nested"], "one rope for all layers is implemented, got one for each of .*'full_attention'"),
+        ({"rope_parameters": {"full_attention": None}}, "got one for each of .*'full_attention'"),
     ],
 )
 def test_bad_settings_are_named(fields: dict[str, Any], message: str) -> None:
