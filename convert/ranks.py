@@ -57,23 +57,33 @@ class Ranks:
         self.together = any(map(is_dtensor, tensors)) and torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if self.together else 0
         self.writes = self.rank == 0
-        self.group: Any = None
+        self.groups: list[Any] = [None]
+
+    @classmethod
+    def that_hold(cls, tensors: Iterable[Tensor]) -> Ranks:
+        """The ranks over which `tensors` are spread, by the meshes of the DTensors among them: other ranks need not
+        call anything. They fetch, and write nothing together."""
+        tensors = [tensor for tensor in tensors if is_dtensor(tensor)]
+        ranks, meshes = cls(tensors), dict.fromkeys(tensor.device_mesh for tensor in tensors)  # type: ignore[attr-defined]
+        ranks.groups = list(dict.fromkeys(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)))
+        return ranks
 
     @classmethod
     def of_group(cls, group: Any = None) -> Ranks:
         """All ranks of a process group; by default the default group, or this process alone if there is none."""
         ranks = cls()
         ranks.together = torch.distributed.is_initialized() and torch.distributed.get_world_size(group) > 1
-        ranks.rank, ranks.group = torch.distributed.get_rank(group) if ranks.together else 0, group
+        ranks.rank, ranks.groups = torch.distributed.get_rank(group) if ranks.together else 0, [group]
         ranks.writes = ranks.rank == 0
         return ranks
 
     def gather(self, value: Result) -> list[Result]:
-        """The values of all ranks, in order of rank."""
-        if not self.together:
-            return [value]
-        values: list[Any] = [None] * torch.distributed.get_world_size(self.group)
-        torch.distributed.all_gather_object(values, value, group=self.group)
+        """The values of all ranks, in order of rank; of `Ranks.that_hold` in any order, and some of them repeated."""
+        values = [value]
+        for group in self.groups if self.together else ():
+            lists: list[Any] = [None] * torch.distributed.get_world_size(group)
+            torch.distributed.all_gather_object(lists, values, group=group)
+            values = [each for values in lists for each in values]
         return values
 
     def from_first(self, what: str, function: Callable[[], Result]) -> Result:
@@ -115,7 +125,7 @@ class Ranks:
             failure = error
         finally:
             _STEP.reset(token)
-        if not step.failed:
+        if failure is None or not getattr(failure, _KNOWN, False):
             step.agree(failure)
         if failure is not None:
             raise failure
@@ -130,17 +140,21 @@ class _Step:
     """
 
     def __init__(self, ranks: Ranks, text: str) -> None:
-        self.failed, self._ranks, self._text = False, ranks, text
+        self._ranks, self._text = ranks, text
 
     def agree(self, failure: BaseException | None = None) -> None:
-        """Tell the other ranks whether this rank has failed. If one has, the step has failed on all: raise this rank's
-        own error, or a CheckpointError that names the rank that failed."""
-        messages = self._ranks.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
-        for rank, message in enumerate(messages):
+        """Tell the other ranks whether this rank has failed. If one has, the step, and steps around it, have failed on
+        all: raise this rank's own error, or a CheckpointError that names the rank that failed."""
+        own = None if failure is None else f"rank {self._ranks.rank} failed: {type(failure).__name__}: {failure}"
+        for message in self._ranks.gather(own):
             if message is not None:
-                self.failed = True
-                raise failure or CheckpointError(f"{self._text}rank {rank} failed: {message}")
+                error = failure or CheckpointError(f"{self._text}{message}")
+                setattr(error, _KNOWN, True)
+                raise error
 
+
+_KNOWN = "_ligermodels_known_to_all_ranks"
+"""Attribute of errors that all ranks have been told of."""
 
 _STEP: ContextVar[_Step | None] = ContextVar("step", default=None)
 """The innermost step of this process."""

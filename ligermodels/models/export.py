@@ -149,7 +149,7 @@ class ExportMixin(nn.Module):
         spec, limit = self.checked_export_spec(), parse_size(bucket_bytes, "bucket_bytes")
         reshard(self)
         state = persistent_tensors(self)
-        return in_buckets(spec.whole_map.export(state), limit, dtype, Ranks(state.values()))
+        return in_buckets(spec.whole_map.export(state), limit, dtype, Ranks.that_hold(state.values()))
 
     def push_to_hub(
         self,

@@ -51,7 +51,7 @@ def export_state_dict(model: nn.Module, weight_map: WeightMap) -> dict[str, Tens
     is sharded, all ranks call this, and an error on one rank is an error on all.
     """
     state = persistent_tensors(model)
-    with Ranks(state.values()).step("gathering the weights", ""):
+    with Ranks.that_hold(state.values()).step("gathering the weights", ""):
         tensors = {tensor.name: tensor.read().detach() for tensor in weight_map.export(state)}
     for name, tensor in tensors.items():
         if tensor.nbytes != tensor.untyped_storage().nbytes() or not tensor.is_contiguous():

@@ -149,9 +149,26 @@ def fails(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         with pytest.raises(error, match=wanted):
             for _ in in_buckets(failing_tensors(state, rank == failing, gathers), 100, None, ranks):
                 pass
+        with pytest.raises(error, match=wanted), ranks.step("around", ""):  # the other rank is in a step within it
+            if rank == failing:
+                raise MemoryError("on the host")
+            with ranks.step("within", ""):
+                pass
 
     assert not out.exists()
     spec.save(out, state)  # Ranks are still in step.
+
+
+def some_gather(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """A model on rank 0 of two: rank 1 calls nothing."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    of_one = DeviceMesh("cpu", [0])
+    if rank == 0:
+        state = sharded(of_one, whole_state())
+        ranks = Ranks.that_hold(state.values())
+        found = dict(itertools.chain(*in_buckets(WEIGHTS.export(state), 100, None, ranks)))
+        assert found.keys() == WEIGHTS.sources()
 
 
 def overwrites(rank: int, folder: Path, mesh: DeviceMesh) -> None:
@@ -231,6 +248,10 @@ def test_a_failure_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
     in_two_ranks(fails, tmp_path)
     assert load_file(tmp_path / "out" / SINGLE).keys() == WEIGHTS.sources()
     assert {path.name for path in tmp_path.iterdir()} == {"out", "used", "rendezvous"}
+
+
+def test_ranks_without_the_model_need_not_call_anything(tmp_path: Path) -> None:
+    in_two_ranks(some_gather, tmp_path)
 
 
 def test_ranks_overwrite_a_checkpoint_or_leave_it(tmp_path: Path) -> None:
