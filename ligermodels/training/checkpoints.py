@@ -175,7 +175,7 @@ class Checkpoints:
             with ranks.step(str(target)), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns that there is only one process
                 writer = dcp.FileSystemWriter(temporary, sync_files=False)
-                dcp.save(tensors, storage_writer=writer, process_group=ranks.group, no_dist=not ranks.together)
+                dcp.save(tensors, storage_writer=writer, process_group=ranks.groups[0], no_dist=not ranks.together)
             with ranks.step(str(target)):
                 files = {path.name: _checksum(path) for path in temporary.glob(f"__{ranks.rank}_*")}
             files = {
