@@ -246,7 +246,7 @@ class Fields:
         return value
 
     def repeats(self, name: str, other: str) -> None:
-        """ConfigError if the config has field `name` and its value is not the size in field `other`."""
+        """ConfigError if the config has a value in field `name` that is not the size in field `other`."""
         size = self.size(other)
         if (value := self._get(name, size)) != size:
             raise ConfigError(f"{self.where}: {name} = {short(value)} must equal {other} = {size}")

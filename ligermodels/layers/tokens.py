@@ -15,7 +15,6 @@ A `TokenLayout` holds steps 1 and 2 of a pass. Within the blocks, sequence paral
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -103,7 +102,7 @@ class Unpadding(Tokens):
     @property
     def trivial(self) -> bool:
         """Whether there is no padding."""
-        return self.num_tokens == math.prod(self._shape)
+        return self.num_tokens == self._shape[0] * self._shape[1]
 
     def take(self, x: Tensor, fill: float = 0) -> Tensor:
         """x (B, T, ...) -> (1, tokens, ...), the tokens of all sequences, one sequence after another."""
@@ -111,8 +110,8 @@ class Unpadding(Tokens):
 
     def restore(self, x: Tensor, fill: float = 0) -> Tensor:
         """x (1, tokens, ...) -> (B, T, ...), with `fill` on padding."""
-        flat = x.new_full((math.prod(self._shape), *x.shape[2:]), fill).index_copy(0, self._indices, x[0])
-        return reshaped(flat, (*self._shape, *x.shape[2:]))
+        filled = x.new_full((*self._shape, *x.shape[2:]), fill).flatten(0, 1).index_copy(0, self._indices, x[0])
+        return reshaped(filled, (*self._shape, *x.shape[2:]))
 
 
 class FilledPadding(Tokens):

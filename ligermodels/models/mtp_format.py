@@ -135,8 +135,18 @@ class MTPFormat:
     def renamed(
         self, name: str, config: DecoderConfig, layout: Mapping[str, Any], other: Mapping[str, Any], num_layers: int
     ) -> str:
-        """The name in the layout `other` of a checkpoint tensor of one of `num_layers` MTP layers, stored in this
-        `layout`; `name` itself if it belongs to none."""
+        """The name of a checkpoint tensor of an MTP layer in another layout.
+
+        Args:
+            name: the name of a checkpoint tensor in `layout`.
+            config: the decoder's config.
+            layout: the layout of the checkpoint.
+            other: the other layout.
+            num_layers: the number of MTP layers in the checkpoint.
+
+        Returns:
+            The name in `other`, or `name` itself if the tensor belongs to no MTP layer.
+        """
         for index in range(num_layers):
             shared, *blocks = self._prefixes(config, layout, index)
             own, *others = self._prefixes(config, other, index)
