@@ -248,7 +248,6 @@ def test_gradients_in_float64() -> None:
             )
 
 
-@peak_memory.needs_linux
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [

@@ -394,7 +394,6 @@ def test_gradients_in_float64() -> None:
                 assert torch.autograd.gradcheck(loss, inputs, fast_mode=True)
 
 
-@peak_memory.needs_linux
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [

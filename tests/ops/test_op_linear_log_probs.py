@@ -406,7 +406,6 @@ def test_gradients_in_float64(options: dict[str, Any]) -> None:
         assert torch.autograd.gradcheck(outputs, inputs)
 
 
-@peak_memory.needs_linux
 @pytest.mark.parametrize(("dtype", "head"), [("float32", "trained"), ("bfloat16", "frozen")])
 def test_memory_stays_within_the_budget(dtype: str, head: str) -> None:
     """Forward and backward, where the logits would be ten times the budget; twice the budget would show."""
