@@ -10,7 +10,15 @@ from torch import Tensor
 from ligermodels.archs.unread import DROPOUT
 from ligermodels.errors import InputError
 from ligermodels.integrations.inputs import Inputs, Padding
-from ligermodels.integrations.modules import FINAL_NORM, has_hooks, is_ours, layer_forward, mixer_forward, part
+from ligermodels.integrations.modules import (
+    FINAL_NORM,
+    has_hooks,
+    is_ours,
+    layer_forward,
+    mixer_forward,
+    mixes_tokens,
+    part,
+)
 
 SWITCHES = ("output_attentions", "output_hidden_states", "output_router_logits")
 """Arguments, or fields of the config, that request results that the native pass does not keep."""
@@ -74,9 +82,11 @@ def layers_run_natively(backbone: Any, padding: Padding) -> bool:
     """Whether the layers of a backbone compute natively: adapters and hooks on layers may expect transformers'
     arguments, and padding may change frequencies."""
     layers = backbone.layers
+    modules = [module for root in (layers, part(backbone, FINAL_NORM)) for module in root.modules()]
     return (
         all(is_ours(x, layer_forward) and is_ours(part(x, "mixer"), mixer_forward) for x in layers)
-        and not has_hooks(module for root in (layers, part(backbone, FINAL_NORM)) for module in root.modules())
+        and not has_hooks(modules)
+        and not mixes_tokens(modules)
         and not (padding.exists and backbone.native.rope_by_length)
     )
 

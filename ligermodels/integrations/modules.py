@@ -155,6 +155,15 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
     )
 
 
+ACROSS_TOKENS = "peft.tuners.lily."
+"""Package of adapters whose result for a token depends on all tokens of the batch, padding included."""
+
+
+def mixes_tokens(modules: Iterable[nn.Module]) -> bool:
+    """Whether one of `modules` is an adapter that averages over tokens: the native pass leaves some out."""
+    return any(type(module).__module__.startswith(ACROSS_TOKENS) for module in modules)
+
+
 def layer_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Forward of a transformers layer: called with (x, `ForwardContext`, state) the native `Block`, else the class's
     own forward."""

@@ -1,6 +1,7 @@
 """Models that compute natively in PEFT, bitsandbytes, accelerate, lm-eval and pipelines: the same results."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 pytest.importorskip("peft", reason="needs ligermodels[integrations]")
-from peft import IA3Config, LNTuningConfig, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, pipeline
 
 import ligermodels as lm
@@ -82,9 +84,42 @@ ADAPTERS: dict[str, tuple[str, Callable[[], Any]]] = {
     "embeddings": ("gemma", lambda: LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["embed_tokens", "q_proj"])),
     "head": ("llama", lambda: LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["lm_head", "q_proj"])),
     "tokens": ("gemma", lambda: LoraConfig(task_type="CAUSAL_LM", r=3, trainable_token_indices=[5, 9])),
-    "norms": ("llama", lambda: LNTuningConfig(task_type="CAUSAL_LM")),
-    "ia3": ("llama", lambda: IA3Config(task_type="CAUSAL_LM")),
-    "prompt": ("llama", lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)),
+}
+"""LoRA of single modules: model type and config."""
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ADALORA": {"total_step": 9},
+    "ADAPTION_PROMPT": {"adapter_len": 4, "adapter_layers": 2},
+    "CARTRIDGE": {"num_virtual_tokens": 4},
+    "FOURIERFT": {"n_frequency": 9},
+    "MISS": {"r": 4},
+    "MULTITASK_PROMPT_TUNING": {"num_virtual_tokens": 4, "num_tasks": 2},
+    "OFT": {"r": 0, "oft_block_size": 4},
+    "POLY": {"n_tasks": 2},
+    "PREFIX_TUNING": {"num_virtual_tokens": 4},
+    "PROMPT_TUNING": {"num_virtual_tokens": 4},
+    "PSOFT": {"r": 4},
+    "P_TUNING": {"num_virtual_tokens": 4, "encoder_hidden_size": 10},
+    "RANDLORA": {"r": 4},
+    "ROAD": {"group_size": 4},
+    "SHIRA": {"r": 2},
+    "TRAINABLE_TOKENS": {"token_indices": [3, 5]},
+    "VBLORA": {"vector_length": 4, "num_vectors": 16},
+    "VERA": {"r": 4},
+    "WAVEFT": {"n_frequency": 9},
+}
+"""What PEFT's methods need, as sizes that divide those of the tiny model."""
+OPTIONS |= {name: {f"{name.lower()}_block_size".replace("c3a_", ""): 4} for name in ("BOFT", "C3A")}
+WITHOUT = {
+    "CPT": "needs logits beside the loss in training",
+    "PVERA": "draws noise for padding too",
+    "XLORA": "needs adapters on disk",
+}
+"""Methods that are not compared."""
+ADAPTERS |= {
+    f"{kind.value}": ("llama", partial(config, task_type="CAUSAL_LM", **OPTIONS.get(kind.value, {})))
+    for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
+    if kind.value not in WITHOUT
 }
 
 
@@ -92,6 +127,8 @@ ADAPTERS: dict[str, tuple[str, Callable[[], Any]]] = {
 @pytest.mark.parametrize("case", ADAPTERS)
 def test_adapters_in_either_order(case: str, order: str, tmp_path: Path) -> None:
     """With padding on the left, which prompts make padding between tokens; and with the adapter switched off."""
+    if case == "ADAPTION_PROMPT" and order == "get_peft_model first":
+        pytest.skip("replaces attention, and nativize refuses it")
     model_type, config = ADAPTERS[case]
     folder = tiny.save(tmp_path, model_type, tie_word_embeddings=case != "head")
     batch = {name: x.flip(1) for name, x in batches(1)[0].items()}
@@ -108,13 +145,15 @@ def test_adapters_in_either_order(case: str, order: str, tmp_path: Path) -> None
                     parameter.add_(torch.randn_like(parameter), alpha=0.1)
         if native and order != "nativize first":
             lm.nativize(model)
-        loss = model.train()(**batch).loss
+        tasks = {"task_ids": torch.arange(4) % 2} if case in ("MULTITASK_PROMPT_TUNING", "POLY") else {}
+        torch.manual_seed(4)
+        loss = model.train()(**batch, **tasks).loss
         loss.backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         ids = batches(1)[0]["input_ids"]
         with model.eval().disable_adapter():
-            without = model(input_ids=ids).logits
-        return [loss, *gradients, model(input_ids=ids).logits, without]
+            without = model(input_ids=ids, **tasks).logits
+        return [loss, *gradients, model(input_ids=ids, **tasks).logits, without]
 
     assert_close(results(native=True), results(native=False), rtol=1e-3, atol=1e-4)
 
