@@ -105,4 +105,4 @@ def test_every_autograd_function_refuses_or_is_differentiable() -> None:
     found = {kind.__name__: kind for kind in functions()}
     assert len(found) > 20
     unguarded = {name for name, kind in found.items() if not hasattr(kind.backward, "refuses_second_derivatives")}
-    assert unguarded == DIFFERENTIABLE
+    assert unguarded == DIFFERENTIABLE | {"_WithoutGradient"}  # has no first derivative
