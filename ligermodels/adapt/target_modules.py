@@ -44,9 +44,10 @@ def chosen_targets(
         InputError: a name matches nothing, or some experts of a mixture without the others; or two parts overlap.
     """
     names = _Names(model)
-    target_modules, target_parameters = (
-        list(wanted) if isinstance(wanted, Iterator) else wanted for wanted in (target_modules, target_parameters)
-    )  # an iterator is empty after the first loop over it
+    if isinstance(target_modules, Iterator):
+        target_modules = list(target_modules)  # several loops read it
+    if isinstance(target_parameters, Iterator):
+        target_parameters = list(target_parameters)
     paths = [*names.of_modules(target_modules), *names.of_parameters(target_parameters)]
     if not paths:
         raise InputError("target_modules: is empty; name a linear layer")
