@@ -77,6 +77,7 @@ def bailing_hybrid(config: Config) -> DecoderConfig:
     for name, only in FIXED.items():
         fields.choices(name, only, default=only)
     fields.choices("hidden_act", "silu", default=None)  # also of the convolutions
+    fields.reject_tied()
     fields.ignore("use_qk_norm")  # queries and keys of the delta rule are normalised, and those of attention are not
     rotated = rotated_dim(fields)
     fixed(fields, "rotary_dim", rotated, "qk_rope_head_dim")

@@ -245,6 +245,15 @@ class Fields:
             raise ConfigError(f"{self.where}: {name} = {short(value)} is not implemented; implemented: {known}")
         return value
 
+    def reject_tied(self) -> None:
+        """ConfigError if the config ties the LM head: for families in which transformers never does."""
+        if self.flag("tie_word_embeddings", False):
+            family = self.config.get("model_type", "this family")
+            raise ConfigError(
+                f"{self.where}: tie_word_embeddings = true is not implemented: transformers never ties the LM head of "
+                f"{family}; set it to false, and keep lm_head.weight in the weights"
+            )
+
     def repeats(self, name: str, other: str) -> None:
         """ConfigError if the config has a value in field `name` that is not the size in field `other`."""
         size = self.size(other)

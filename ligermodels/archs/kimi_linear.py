@@ -78,6 +78,7 @@ def kimi_linear(config: Config) -> DecoderConfig:
         fields.choices(name, only, default=only)
     fields.choices("hidden_act", "silu", default=None)  # also of the convolutions
     fields.choices("rope_scaling", None, default=None)
+    fields.reject_tied()
     fields.ignore("linear_attn_config", "head_dim")  # transformers replaces head_dim by qk_rope_head_dim
     groups, best = fields.size("n_group"), fields.size("topk_group")
     if best > groups:

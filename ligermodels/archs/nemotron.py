@@ -57,7 +57,6 @@ UNUSED = (
 FIXED = {
     "attention_bias": False,
     "residual_in_fp32": False,
-    "tie_word_embeddings": False,
     "mlp_hidden_act": "relu2",
     "mamba_hidden_act": "silu",
     "n_shared_experts": 1,
@@ -73,6 +72,7 @@ def nemotron_h(config: Config) -> DecoderConfig:
     fields.ignore(*LISTS_OF_KINDS, *LISTS_OF_MTP_KINDS, *UNUSED)
     for name, only in FIXED.items():
         fields.choices(name, only, default=only)
+    fields.reject_tied()
     head_dim, eps = fields.size("head_dim"), fields.number("layer_norm_epsilon", negative=False)
     fields.choices("attention_head_dim", head_dim, default=head_dim)
     mamba = _mamba(fields, eps)

@@ -6,6 +6,7 @@ import codecs
 import hashlib
 import json
 import os
+import warnings
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -60,7 +61,7 @@ class Corpus:
         say: called with a message before a file is converted or a dataset is downloaded. Default: no messages.
 
     Raises:
-        InputError: a file cannot be read, is not UTF-8, or is of no known kind.
+        InputError: a file cannot be read, is not UTF-8, or is of no known kind. A file without documents is a warning.
 
     Examples:
         >>> corpus = Corpus(["chats.jsonl", "book.txt"])
@@ -85,6 +86,8 @@ class Corpus:
                     positions, count = self._indexed(data, content, size)
                 except OSError as error:
                     raise InputError(f"{data.path}: cannot be read: {error.strerror or error}") from None
+            if not count:
+                warnings.warn(f"{data.name}: holds no document", stacklevel=2)
             self._files.append(File(data, size, self._count, positions))
             self._count += count
 

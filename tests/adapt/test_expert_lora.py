@@ -192,6 +192,14 @@ def test_bad_targets(options: dict[str, Any], message: str) -> None:
         lm.add_lora(lm.from_config(CONFIGS["qwen3_moe"]), **options)
 
 
+def test_targets_as_iterators() -> None:
+    """An iterator has the names that a list has, although it can be read only once."""
+    names = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
+    model = lm.from_config(CONFIGS["qwen3_moe"])
+    lm.add_lora(model, r=2, **{option: iter(wanted) for option, wanted in names.items()})
+    assert adapted(model) == adapted(lm.add_lora(lm.from_config(CONFIGS["qwen3_moe"]), r=2, **names))
+
+
 def test_no_expert_is_missed_silently() -> None:
     """ "all-linear" warns of experts, and names of experts warn of dense layers with these names."""
     with pytest.warns(AdapterWarning, match=r"experts of 1 of 4 layers are not trained.*\['all-linear', 'experts'\]"):

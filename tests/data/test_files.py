@@ -16,6 +16,7 @@ from ligermodels.data import json_files
 from ligermodels.data.corpus import Corpus
 from ligermodels.data.files import data_files
 from ligermodels.data.records import read_record
+from ligermodels.data.streaming import StreamedCorpus
 from ligermodels.errors import InputError
 
 RECORDS = [{"prompt": "Hi, you", "completion": 'é "1"\n2'}, {"prompt": "Do", "completion": "No 3"}]
@@ -206,3 +207,11 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"empty: has no file of a known kind, which are \.jsonl"):
         Corpus([tmp_path / "empty"])
+
+
+@pytest.mark.parametrize(("name", "kind"), [("a.jsonl", Corpus), ("a.csv", Corpus), ("a.txt", StreamedCorpus)])
+def test_a_file_without_documents_is_named(tmp_path: Path, name: str, kind: type[Corpus]) -> None:
+    (tmp_path / name).write_text("text\n" if name == "a.csv" else "")
+    (tmp_path / "b.txt").write_text("hi")
+    with pytest.warns(UserWarning, match=rf"{name}: holds no document"):
+        kind([tmp_path / name, tmp_path / "b.txt"])

@@ -79,3 +79,16 @@ def test_kimi_delta_attention_without_kernels() -> None:
         program(model)
     others = torch.randint(3, 131, (3, IDS.shape[1]))
     assert torch.equal(program(model, length=16)(others).logits, model(others).logits)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", ["attention and Mamba2", "LoRA of experts"])
+def test_training_through_a_program_with_kernels(name: str) -> None:
+    """Is an error that says what to do, not gradients of few parameters. Inference needs no `no_grad`."""
+    with set_backend(None):
+        model = MODELS[name]()
+        exported = program(model)
+        out = exported(OTHERS).logits
+        torch.testing.assert_close(out, model(OTHERS).logits)
+        with pytest.raises(RuntimeError, match=r"torch\.export is for inference: .* call the model itself"):
+            out.sum().backward()

@@ -17,7 +17,7 @@ from ligermodels.ops.norm.rms_norm import CastingMode, check_casting_mode, rms_n
 from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import OpFunction, custom_op, is_fake, mark_constants, once_differentiable
 from ligermodels.ops.runtime.tensors import count_rows, empty_like, rows_and_stride
 
 TENSORS = Signature(x="... N+", residual="... N =x ?", weight="N")
@@ -124,7 +124,7 @@ def _reference(x: Tensor, weight: Tensor, eps: float, offset: float, cast_before
     return (y.to(x.dtype).float() if cast_before else y) * (weight.float() + offset), rstd.reshape(x.shape[:-1])
 
 
-class _Float8RMSNorm(torch.autograd.Function):
+class _Float8RMSNorm(OpFunction):
     """(y, sum) of `float8_add_rms_norm`."""
 
     @staticmethod
@@ -134,7 +134,9 @@ class _Float8RMSNorm(torch.autograd.Function):
         total = x if residual is None else total
         ctx.save_for_backward(total, weight, rstd)
         ctx.set_materialize_grads(False)  # an unused sum costs nothing
-        return of_rows(tuple(parts), x.shape, x.dtype), total
+        y = of_rows(tuple(parts), x.shape, x.dtype)
+        mark_constants(ctx, (y, range(3)), (total, range(2)))
+        return y, total
 
     @staticmethod
     @once_differentiable

@@ -31,7 +31,7 @@ from ligermodels.ops.linear_attention.delta_chunks import EPS, gated_delta_chunk
 from ligermodels.ops.linear_attention.scan import TreeUpdates, scan_sequence, scan_tree
 from ligermodels.ops.runtime.checks import Signature, check_rising, check_tensor
 from ligermodels.ops.runtime.dispatch import is_recording, refuse_batch_invariant, use_kernels
-from ligermodels.ops.runtime.library import once_differentiable, reject_dtensors
+from ligermodels.ops.runtime.library import OpFunction, mark_constants, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import without_autocast
 
 BACKENDS = ("auto", "triton", "fla", "reference")
@@ -102,7 +102,7 @@ def gated_delta_rule(
     return o, state if final_state else o.new_empty(0)
 
 
-class _ByKernels(torch.autograd.Function):
+class _ByKernels(OpFunction):
     """`gated_delta_rule` by kernels for one decay of a head, or for a decay of each key channel. `first`, int32 (T,):
     the first token of each token's packed document, or None. Only the operands are saved."""
 
@@ -112,7 +112,9 @@ class _ByKernels(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, g, beta, initial, first)
         ctx.final_state = final_state
         compute = gated_delta_chunks_forward if g.dim() == 3 else channel_delta_forward
-        return compute(q, k, v, g, beta, initial, first, final_state)
+        o, state = compute(q, k, v, g, beta, initial, first, final_state)
+        mark_constants(ctx, (o, range(6)), (state, range(1, 6)))
+        return o, state
 
     @staticmethod
     @once_differentiable

@@ -37,7 +37,7 @@ from ligermodels.ops.linear_attention.delta_chunks_forward import (
 )
 from ligermodels.ops.runtime.dispatch import tl
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import OpFunction, custom_op, is_fake, mark_constants, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, empty_gradient, heads_and_strides
 
 HEADS = 16
@@ -246,7 +246,7 @@ def _ssd_chunks_backward(
     return gradients
 
 
-class SSDChunks(torch.autograd.Function):
+class SSDChunks(OpFunction):
     """`ssd` by the kernels; see `run`. Channels of the state do not mix, and y is a sum over them: a wide state is
     computed in parts, with sums in fp32."""
 
@@ -263,8 +263,10 @@ class SSDChunks(torch.autograd.Function):
             )
             for i, part in enumerate(parts)
         ]  # fmt: skip
-        y, state = zip(*outputs, strict=True)
-        return _sum(y, x.dtype), _joined(state, 2)
+        ys, states = zip(*outputs, strict=True)
+        y, state = _sum(ys, x.dtype), _joined(states, 2)
+        mark_constants(ctx, (y, range(7)), (state, (0, 1, 2, 3, 6)))
+        return y, state
 
     @staticmethod
     @once_differentiable

@@ -20,6 +20,7 @@ from ligermodels.ops.loss.token_losses import (
     checked_class_weights,
     with_extras,
 )
+from ligermodels.ops.runtime.library import OpFunction
 
 
 def linear_loss_terms(
@@ -66,7 +67,7 @@ def _reduced(losses: Tensor, reduced: bool) -> Tensor:
     return losses.sum() if reduced else losses
 
 
-class _LinearLossAndMore(torch.autograd.Function):
+class _LinearLossAndMore(OpFunction):
     """`LinearLoss` and the requested statistics, which have no gradients."""
 
     @staticmethod

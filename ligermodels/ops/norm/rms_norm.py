@@ -17,7 +17,15 @@ from ligermodels.ops.norm.norm_rows import (
 from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, is_plain, once_differentiable
+from ligermodels.ops.runtime.library import (
+    OpFunction,
+    Rows,
+    custom_op,
+    is_fake,
+    is_plain,
+    mark_constants,
+    once_differentiable,
+)
 from ligermodels.ops.runtime.tensors import contiguous, empty_gradient, empty_like, rows_and_stride
 
 CastingMode = Literal["llama", "gemma"]
@@ -281,7 +289,7 @@ def rms_norm_backward(
     return dx, dw
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(OpFunction):
     """`add_rms_norm`, (y, sum), if `return_sum`; else `rms_norm`, y, with the residual added to y."""
 
     @staticmethod
@@ -291,7 +299,10 @@ class _RMSNorm(torch.autograd.Function):
         total = x if residual is None or ctx.after else total
         ctx.save_for_backward(total, weight, rstd)
         ctx.set_materialize_grads(False)  # an unused sum costs nothing
-        return (y, total) if return_sum else y
+        if not return_sum:
+            return y
+        mark_constants(ctx, (y, range(3)), (total, range(2)))
+        return y, total
 
     @staticmethod
     @once_differentiable

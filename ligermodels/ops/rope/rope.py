@@ -12,7 +12,7 @@ from ligermodels.ops.rope.rope_kernels import PROGRAMS, HeadNorms, NormBackward,
 from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.devices import num_sms
 from ligermodels.ops.runtime.dispatch import use_kernels
-from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import OpFunction, Rows, custom_op, is_fake, mark_constants, once_differentiable
 from ligermodels.ops.runtime.tensors import as_dtype, empty_gradient, empty_like
 
 _HEADS = Signature(dtensors="replicated", q="B T Hq D", k="B T Hk D", cos="rows T R", sin="rows T R")
@@ -246,11 +246,13 @@ def _rope_merge(
     return dqkv, dq_norm, dk_norm
 
 
-class _Rope(torch.autograd.Function):
+class _Rope(OpFunction):
     @staticmethod
     def forward(ctx, q, k, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return _rope_rotate(q, k, cos, sin, False)
+        rotated_q, rotated_k = _rope_rotate(q, k, cos, sin, False)
+        mark_constants(ctx, (rotated_q, (0,)), (rotated_k, (1,)))
+        return rotated_q, rotated_k
 
     @staticmethod
     @once_differentiable
@@ -261,14 +263,16 @@ class _Rope(torch.autograd.Function):
         return _rope_rotate(dq, dk if need_k else None, *ctx.saved_tensors, True)
 
 
-class _RopeQKV(torch.autograd.Function):
+class _RopeQKV(OpFunction):
     @staticmethod
     def forward(ctx, qkv, cos, sin, q_norm, k_norm, num_kv_heads, group_size, head_dim, eps, offset, cast_before):
         plain = q_norm is None and k_norm is None
         ctx.save_for_backward(cos, sin, q_norm, k_norm, None if plain else qkv)
         ctx.norm = eps, offset
         shape = num_kv_heads, group_size, head_dim
-        return _rope_split(qkv, cos, sin, q_norm, k_norm, *shape, eps, offset, cast_before)
+        q, k, v = _rope_split(qkv, cos, sin, q_norm, k_norm, *shape, eps, offset, cast_before)
+        mark_constants(ctx, (q, (0, 3)), (k, (0, 4)), (v, (0,)))
+        return q, k, v
 
     @staticmethod
     @once_differentiable

@@ -4,7 +4,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -77,9 +77,11 @@ def custom_op(
     """Decorator: register a function as `torch.ops.ligermodels.<its name>`, and return a function that calls the op.
 
     The schema comes from the function's annotations. The first argument is a tensor, and the function runs on its
-    device. The function may change only the inputs in `mutates_args`, may not return inputs or views of them, and has
-    no gradient. It also serves as the fake implementation: it allocates its results first, and returns them at once if
-    `is_fake`.
+    device. The function may change only the inputs in `mutates_args`, and may not return inputs or views of them. It
+    also serves as the fake implementation: it allocates its results first, and returns them at once if `is_fake`.
+
+    The op has no gradient: an autograd.Function calls it, and a backward pass through the op itself, as in a program of
+    torch.export, raises RuntimeError.
 
     Eager calls with plain tensors and without a dispatch mode skip the dispatcher, because its overhead exceeds the
     time of a small kernel. DTensors follow the rules in `sharding`; an op without `rows` raises InputError for them.
@@ -113,16 +115,19 @@ def custom_op(
 
         run = on_device_in_place if mutated else on_device
 
-        def below_autograd(*args: Any) -> Any:
-            # A program of torch.export calls the op while gradients are recorded.
-            with torch._C._AutoDispatchBelowAutograd():
-                return run(*args)
-
         _library.define(name + torch.library.infer_schema(function, mutates_args=mutates_args))
-        for key in ("CPU", "CUDA"):
-            _library.impl(name, below_autograd, key)
-        torch.library.register_fake(f"ligermodels::{name}", function, lib=_library)
         op = getattr(torch.ops.ligermodels, name).default
+
+        def on_autograd(keys: Any, *args: Any) -> Any:
+            # A program of torch.export calls the op itself, without the autograd.Function around it.
+            if _needs_gradient(args):
+                return _WithoutGradient.apply(op, keys, args, *_tensors(args))
+            return _below_autograd(op, keys, *args)
+
+        for key in ("CPU", "CUDA"):
+            _library.impl(name, run, key)
+        _library.impl(name, on_autograd, "Autograd", with_keyset=True)
+        torch.library.register_fake(f"ligermodels::{name}", function, lib=_library)
         if keep is not None:
             _keep[op] = keep
         if runs_on_meta:
@@ -134,18 +139,71 @@ def custom_op(
             nonlocal sharded
             if torch.compiler.is_compiling():  # compilers trace no further; torch 2.11 does not take named tuples
                 return op(*[[*each] if isinstance(each, tuple) else each for each in args])
+            _refuse_transforms(name)
             if type(args[0]) not in PLAIN or args[0].is_meta or torch._C._len_torch_dispatch_stack():
                 if not sharded and is_dtensor(args[0]):
                     _sharding().register(op, rows)
                     sharded = True
                 return op(*args)
-            if not torch.is_grad_enabled():  # as within the passes of an autograd.Function
-                return run(*args)
-            return below_autograd(*args)
+            return op(*args) if _needs_gradient(args) else run(*args)
 
         return call
 
     return register
+
+
+def _tensors(args: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments of an op, and in its lists of tensors."""
+    for x in args:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            yield from (each for each in x if isinstance(each, Tensor))
+
+
+def _needs_gradient(args: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(args))
+
+
+def _below_autograd(op: Any, keys: Any, *args: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+
+def _refuse_transforms(name: str) -> None:
+    """Raises RuntimeError inside a transform of torch.func: kernels take no tensors of its levels."""
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"{name} takes no transforms of torch.func (grad, vmap, jvp, ...): use backward() or torch.autograd.grad, "
+            "once for each sample"
+        )
+
+
+class OpFunction(torch.autograd.Function):
+    """Base class of the autograd.Functions of this project: in a transform of torch.func they raise RuntimeError."""
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:  # torch.compile calls `forward` instead
+        _refuse_transforms(cls.__name__.strip("_"))
+        return super().apply(*args, **kwargs)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """A call of an op with `args`, recorded by autograd through their tensors: its backward pass raises an error, so
+    no gradient stops here silently."""
+
+    @staticmethod
+    def forward(ctx, op, keys, args, *tensors):
+        ctx.op = op
+        results = _below_autograd(op, keys, *args)
+        return tuple(results) if isinstance(results, list) else results
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise RuntimeError(
+            f"{ctx.op.name()} has no gradient. A program of torch.export is for inference: call it under "
+            "torch.no_grad(); to train, call the model itself"
+        )
 
 
 def _sharding() -> Any:
@@ -198,6 +256,19 @@ def is_fake(x: Tensor) -> bool:
 def is_symbolic(x: Tensor) -> bool:
     """Whether x is a tensor of a compiler's trace, whose sizes may be symbolic."""
     return isinstance(x, FakeTensor)
+
+
+def mark_constants(ctx: Any, *outputs: tuple[Tensor, Sequence[int]]) -> None:
+    """In the forward pass of an autograd.Function: outputs whose inputs need no gradients will not require gradients.
+
+    Without it each output requires a gradient if one of the inputs does.
+
+    Args:
+        ctx: the context of the function.
+        outputs: (output, numbers of the inputs on which it depends).
+    """
+    needs = ctx.needs_input_grad
+    ctx.mark_non_differentiable(*(output for output, inputs in outputs if not any(needs[i] for i in inputs)))
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,87 @@
+"""Transforms of torch.func (grad, vmap, jvp) through ops are right or an error that names the op."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_op_registration import CASES, Case, make
+from test_second_derivatives import functions
+from torch import Tensor
+
+from ligermodels import ops
+from ligermodels.ops.runtime.library import OpFunction
+
+REFUSED = r"takes no transforms of torch\.func|vmap: .* \.item\(\)"  # a mask is read before the op
+CPU = torch.device("cpu")
+
+
+def total(case: Case, *inputs: Tensor) -> Tensor:
+    outputs = case.op(*inputs)
+    outputs = [outputs] if isinstance(outputs, Tensor) else outputs
+    return torch.stack([x.square().sum() for x in outputs if x.is_floating_point()]).sum()
+
+
+def gradient(case: Case, inputs: list[Tensor]) -> Any:
+    return torch.func.grad(lambda *x: total(case, *x), argnums=tuple(range(len(inputs))))(*inputs)
+
+
+def jvp(case: Case, inputs: list[Tensor]) -> Any:
+    return torch.func.jvp(lambda *x: total(case, *x), tuple(inputs), tuple(inputs))[1:]
+
+
+def vmap(case: Case, inputs: list[Tensor]) -> Any:
+    return torch.func.vmap(lambda *x: total(case, *x))(*(torch.stack([x, x]) for x in inputs))
+
+
+TRANSFORMS = gradient, jvp, vmap
+
+
+def wanted(transform: Callable[..., Any], case: Case, inputs: list[Tensor]) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    value = total(case, *leaves)
+    if transform is vmap:
+        return [value.detach().expand(2)]
+    gradients = torch.autograd.grad(value, leaves)
+    if transform is jvp:
+        return [torch.stack([(g * x).sum() for g, x in zip(gradients, inputs, strict=True)]).sum()]
+    return [*gradients]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"attention"}))  # asks for kernels
+def test_right_or_refused(name: str, transform: Callable[..., Any]) -> None:
+    case = CASES[name]
+    torch.manual_seed(1)
+    inputs = [x.detach() for x in make(case, CPU)]
+    with ops.set_backend("reference"):
+        try:
+            found = transform(case, inputs)
+        except RuntimeError as error:
+            assert pytest.raises(RuntimeError, match=REFUSED).matches(error), error
+            return
+        found = [found] if isinstance(found, Tensor) else list(found)
+        torch.testing.assert_close(found, wanted(transform, case, inputs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_refuse(name: str, transform: Callable[..., Any], kernels_device: torch.device) -> None:
+    torch.manual_seed(1)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        transform(CASES[name], [x.detach() for x in make(CASES[name], kernels_device)])
+
+
+@pytest.mark.kernels
+def test_kernels_without_gradients_refuse(kernels_device: torch.device) -> None:
+    """No autograd.Function is around them."""
+    x = torch.randn(3, 2, 50, device=kernels_device)
+    with pytest.raises(RuntimeError, match="topk_indices takes no transforms"):
+        torch.func.vmap(lambda rows: ops.topk_indices(rows, 2))(x)
+
+
+def test_every_autograd_function_refuses() -> None:
+    """Also those that need several GPUs."""
+    others = {kind.__name__ for kind in functions() if not issubclass(kind, OpFunction)}
+    assert others == {"_WithoutGradient"}, "derive it from OpFunction"
