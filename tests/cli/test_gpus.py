@@ -159,7 +159,7 @@ def test_exit_codes_and_signals(
 
 def test_ranks_find_one_another_and_one_of_them_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    script = """
+    (tmp_path / "speaking.py").write_text("""
 import os, torch.distributed as dist
 from ligermodels.cli.launch import is_first_to
 from ligermodels.parallel.ranks import join, world_size
@@ -169,10 +169,11 @@ everyone = [None, None]
 dist.all_gather_object(everyone, mine)
 assert sorted(map(sum, everyone)) == [0, 1] and is_first_to(f"only rank {rank}")
 open(f"{rank}-{os.environ['LOCAL_RANK']}", "w").close()
-dist.destroy_process_group()
-"""
-    assert launch.run_ranks(2, [sys.executable, "-c", script]) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"0-0", "1-1"}
+""")
+    with monkeypatch.context() as patch:
+        patch.setattr(launch.subprocess, "Popen", partial(Command, out=tmp_path / "said"))
+        assert launch.run_ranks(2, [sys.executable, "-m", "speaking"]) == 0, (tmp_path / "said").read_text()
+    assert {path.name for path in tmp_path.glob("?-?")} == {"0-0", "1-1"}
     assert launch.is_first_to("error") and launch.is_first_to("error")  # without --gpus
 
 

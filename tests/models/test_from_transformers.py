@@ -131,7 +131,7 @@ def peak(name):
     text = open("/proc/self/status").read()
     return int(text.split(name)[1].split()[0]) * 1024
 
-sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 1000}
+sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 1000}
 hf = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes))
 layer = sum(p.nbytes for p in hf.model.layers[0].parameters())
 model = sum(p.nbytes for p in hf.parameters())

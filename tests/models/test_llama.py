@@ -172,7 +172,6 @@ PADDED = {
         ("llama-3.2", ["left", "right", "both", "none"], "aot_eager"),
         ("llama-3.2", ["positions"], "eager"),
         ("qwen3_moe", ["both"], "eager"),
-        ("gemma2", ["left"], "eager"),
     ],
 )
 def test_padding_and_positions_in_one_graph(name: str, kinds: list[str], backend: str) -> None:

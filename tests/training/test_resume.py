@@ -86,7 +86,7 @@ def test_killed_anywhere_a_run_comes_out_the_same(
 
 
 def test_sigterm_saves_and_ends(base: Path, data: Path, tmp_path: Path, children: Any) -> None:
-    recipe = recipe_for(base, data, steps=60, checkpoint_every=100, evaluate_every=None, report_every=1)
+    recipe = recipe_for(base, data, steps=30, checkpoint_every=100, evaluate_every=None, report_every=1)
     file, out = write_recipe(recipe, tmp_path / "recipe.yaml"), tmp_path / "out"
     arguments = ("--recipe", str(file), "--out", str(out))
     child = children.Process(target=command, args=arguments)
@@ -98,16 +98,16 @@ def test_sigterm_saves_and_ends(base: Path, data: Path, tmp_path: Path, children
     child.join(60)
     assert child.exitcode == 143
     (step,) = Checkpoints(out / "checkpoints").steps()
-    assert 0 < step < 60 and losses(out)[-1][0] == step and not (out / "model.safetensors").exists()
+    assert 0 < step < 30 and losses(out)[-1][0] == step and not (out / "model.safetensors").exists()
     before = losses(out)
     outcome = train_heads(recipe, out, resume=True)
-    assert outcome.finished and losses(out)[:step] == before and len(losses(out)) == 60
+    assert outcome.finished and losses(out)[:step] == before and len(losses(out)) == 30
     train_heads(recipe, tmp_path / "whole")
     assert losses(tmp_path / "whole") == losses(out) and equal_heads(out, tmp_path / "whole")
     # Once more, and there is nothing left to do.
     again = train_heads(recipe, out, resume=True)
     assert again.finished
-    assert torch.equal(again.evaluation.scores.hits, outcome.evaluation.scores.hits) and len(losses(out)) == 60
+    assert torch.equal(again.evaluation.scores.hits, outcome.evaluation.scores.hits) and len(losses(out)) == 30
 
 
 def test_ctrl_c_saves_and_ends(
