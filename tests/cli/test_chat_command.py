@@ -4,11 +4,11 @@ import json
 import os
 import pty
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -98,18 +98,30 @@ def test_ctrl_c_at_the_prompt_ends_a_chat(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().out == "\n"
 
 
-def test_in_a_terminal(speaker: Path) -> None:
+def chat_in(terminal: str, out: Path, err: Path, arguments: list[str]) -> None:
+    """The command with its input from a terminal, and its output in files."""
+    for number, file, flags in ((0, terminal, os.O_RDONLY), (1, out, WRITE), (2, err, WRITE)):
+        os.dup2(os.open(file, flags), number)
+    sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))
+    app(["chat", *arguments])
+
+
+WRITE = os.O_WRONLY | os.O_CREAT
+
+
+def test_in_a_terminal(speaker: Path, tmp_path: Path, children: Any) -> None:
     (first,) = answers(speaker, ["Hi"], [])
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "ligermodels", "chat", str(speaker), "--greedy", "--max-new-tokens", str(TOKENS)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
-    with subprocess.Popen(
-        [*command, "--device", "cpu"], stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-    ) as process:
-        os.write(ours, b"Hi\n/reset\nHi\n\x04")
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 0 and out.decode().count(first) == 2, (out, err)
-    assert "/reset starts over" in err.decode() and out.decode().count("> ") == 4
+    arguments = [str(speaker), "--greedy", "--max-new-tokens", str(TOKENS), "--device", "cpu"]
+    files = tmp_path / "out", tmp_path / "err"
+    child = children.Process(target=chat_in, args=(os.ttyname(theirs), *files, arguments))
+    child.start()
+    os.write(ours, b"Hi\n/reset\nHi\n\x04")
+    child.join(60)
+    out, err = (file.read_text(encoding="utf-8") for file in files)
+    assert child.exitcode == 0 and out.count(first) == 2, (out, err)
+    assert "/reset starts over" in err and out.count("> ") == 4
 
 
 def test_what_cannot_chat_is_named(speaker: Path, tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ SIZES = {
     "joint_steps": 5,
     "prompts": 6,
     "prompt_tokens": 9,
-    "new_tokens": 12,
-    "validation_tokens": 512,
+    "new_tokens": 8,
+    "validation_tokens": 256,
     "check": False,
 }
 TINY = DemoSettings(**SIZES, tree_sizes=(5,), chat_steps=10, lora_rank=4)
@@ -95,7 +95,7 @@ def test_the_demo_on_a_gpu_measures_decoding(
     path = tmp_path / "out" / "demo.json"
     printed = [line for line in capfd.readouterr().err.splitlines() if line.lstrip().startswith("{")]
     assert [json.loads(line) for line in printed] == results["decoding"]
-    assert results["float32"]["prompts"] == results["float32"]["same"] == 3 and results["float32"]["tokens"] <= 3 * 12
+    assert results["float32"]["prompts"] == results["float32"]["same"] == 3 and results["float32"]["tokens"] <= 3 * 8
     assert not results["fine_tuning"] and not (tmp_path / "out" / "chat").exists()
     monkeypatch.setenv("COMMIT", "abcdef1")
     monkeypatch.setattr("sys.argv", ["demo", "--json", str(path), "--out", str(tmp_path / "results/demo-tiny.jsonl")])

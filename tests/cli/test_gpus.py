@@ -31,7 +31,7 @@ def tuning(base: Path, data: Path, **changes: Any) -> FineTuningRecipe:
 @pytest.fixture
 def recipe_file(base: Path, data: Path, tmp_path: Path) -> Path:
     path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(tuning(base, data, steps=24).settings()))
+    path.write_text(yaml.safe_dump(tuning(base, data, steps=12).settings()))
     return path
 
 
@@ -66,14 +66,14 @@ def test_a_run_on_two_ranks_is_stopped_and_resumed(
     signal.signal(signal.SIGTERM, before)
     assert code == 143, shown
     (step,) = Checkpoints(out / "checkpoints").steps()
-    assert 3 <= step < 24 and losses(out)[-1][0] == step
-    assert shown.count(f"stopped after step {step} of 24; --resume continues") == 1, shown
+    assert 3 <= step < 12 and losses(out)[-1][0] == step
+    assert shown.count(f"stopped after step {step} of 12; --resume continues") == 1, shown
     assert "error" not in shown and "Traceback" not in shown, shown
 
     code, shown = run("--resume", "--out", out, folder=tmp_path, shown=capfd)
     assert code == 0, shown
     assert shown.count(f"wrote {out}") == shown.count("\nvalidation loss") == shown.count("attention: ") == 1, shown
-    fine_tune(tuning(base, data, steps=24), tmp_path / "whole")
+    fine_tune(tuning(base, data, steps=12), tmp_path / "whole")
     wanted = [number for line in losses(tmp_path / "whole") for number in line]
     assert [number for line in losses(out) for number in line] == pytest.approx(wanted, rel=1e-6)
 
@@ -159,7 +159,7 @@ def test_exit_codes_and_signals(
 
 def test_ranks_find_one_another_and_one_of_them_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    script = """
+    (tmp_path / "speaking.py").write_text("""
 import os, torch.distributed as dist
 from ligermodels.cli.launch import is_first_to
 from ligermodels.parallel.ranks import join, world_size
@@ -169,10 +169,11 @@ everyone = [None, None]
 dist.all_gather_object(everyone, mine)
 assert sorted(map(sum, everyone)) == [0, 1] and is_first_to(f"only rank {rank}")
 open(f"{rank}-{os.environ['LOCAL_RANK']}", "w").close()
-dist.destroy_process_group()
-"""
-    assert launch.run_ranks(2, [sys.executable, "-c", script]) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"0-0", "1-1"}
+""")
+    with monkeypatch.context() as patch:
+        patch.setattr(launch.subprocess, "Popen", partial(Command, out=tmp_path / "said"))
+        assert launch.run_ranks(2, [sys.executable, "-m", "speaking"]) == 0, (tmp_path / "said").read_text()
+    assert {path.name for path in tmp_path.glob("?-?")} == {"0-0", "1-1"}
     assert launch.is_first_to("error") and launch.is_first_to("error")  # without --gpus
 
 

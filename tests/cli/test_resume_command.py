@@ -57,17 +57,17 @@ def recipe_file(base: Path, data: Path, tmp_path: Path) -> Any:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_run_is_resumed_by_its_folder_alone(command: str, recipe_file: Any, tmp_path: Path) -> None:
     file, out = recipe_file(command), tmp_path / "out"
-    ok(run(command, "--recipe", file, "--out", out, "--steps", 6, "--warmup-steps", 3, "--min-lr-ratio", 1))
+    ok(run(command, "--recipe", file, "--out", out, "--steps", 3, "--warmup-steps", 2, "--min-lr-ratio", 1))
     before = losses(out)
     shown = ok(run(command, "--resume", "--out", out)).output
-    assert "resuming after step 6 of 6" in shown and losses(out) == before
+    assert "resuming after step 3 of 3" in shown and losses(out) == before
     # What is given changes the run, or is an error that names it; the rest stays as it is in the folder.
     refused = run(command, "--resume", "--out", out, "--lr", 1e-4)
     assert refused.exit_code == 1 and "learning_rate was 0.005, is 0.0001; leave it out" in refused.stderr
-    shown = ok(run(command, "--resume", "--out", out, "--steps", 8, "--keep-checkpoints", 1)).output
-    assert "extended from 6 to 8 steps" in shown and len(losses(out)) == 8
+    shown = ok(run(command, "--resume", "--out", out, "--steps", 4, "--keep-checkpoints", 1)).output
+    assert "extended from 3 to 4 steps" in shown and len(losses(out)) == 4
     written = COMMANDS[command].read(out / RECIPE)
-    changes = {"steps": 8, "warmup_steps": 3, "min_lr_ratio": 1.0, "keep_checkpoints": 1}
+    changes = {"steps": 4, "warmup_steps": 2, "min_lr_ratio": 1.0, "keep_checkpoints": 1}
     assert written == COMMANDS[command].read(file).changed(changes)
 
 

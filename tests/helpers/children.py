@@ -89,4 +89,5 @@ def _run_module(command: list[str], env: dict[str, str], folder: str, out: Path)
     file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1), os.dup2(file, 2)
     sys.argv = command
+    sys.path.insert(0, folder)  # as `python -m` does
     runpy.run_module(command[0], run_name="__main__", alter_sys=True)

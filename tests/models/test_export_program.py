@@ -47,10 +47,7 @@ def adapted(model: lm.CausalLM, **options: Any) -> lm.CausalLM:
 
 MODELS: dict[str, Callable[[], lm.CausalLM]] = {
     "attention and Mamba2": lambda: built("falcon_h1", num_hidden_layers=1),
-    "LoRA": lambda: adapted(built("qwen3", num_hidden_layers=1)),
-    "LoRA of experts": lambda: adapted(built("qwen2_moe", num_hidden_layers=1), target_modules=["experts"]),
-    "QLoRA": lambda: adapted(built("qwen3", "int4", num_hidden_layers=1)),
-    "int4 experts": lambda: built("qwen2_moe", "int4", num_hidden_layers=1),
+    "QLoRA": lambda: adapted(built("qwen2_moe", "int4", num_hidden_layers=1), target_modules=["q_proj", "experts"]),
     "float8 weights": lambda: built("gemma2", "float8", num_hidden_layers=1),
     "nf4 latent attention": lambda: built("deepseek_v3-without-experts", "nf4", num_hidden_layers=1),
 }

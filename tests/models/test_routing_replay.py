@@ -275,8 +275,7 @@ def checkpointed(mode: str) -> Callable[[lm.CausalLM], object]:
 
 def compile_blocks(model: lm.CausalLM) -> None:
     torch._dynamo.reset()
-    for block in model.decoder.blocks:
-        block.compile(backend="aot_eager", fullgraph=True)
+    model.decoder.blocks[-1].compile(backend="aot_eager", fullgraph=True)
 
 
 def with_lora(model: lm.CausalLM) -> None:
@@ -291,7 +290,7 @@ def with_lora(model: lm.CausalLM) -> None:
     [("qwen3_moe", checkpointed("full")), ("qwen3_moe", checkpointed("selective")), ("deepseek_v3", compile_blocks)],
 )
 def test_same_results(name: str, change: Callable[[lm.CausalLM], object]) -> None:
-    """Activation checkpointing computes the routers twice; and compiled blocks."""
+    """Activation checkpointing computes the routers twice; and a compiled block with experts."""
     model = build(name)
     ids = ids_of(model)
     given = random_routing(model, ids)

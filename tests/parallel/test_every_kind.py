@@ -1,13 +1,13 @@
 """FSDP2, context and tensor parallelism of every kind of layer with every option, on two ranks beside one process."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_context_parallel import check_pass
 from torch.distributed.device_mesh import DeviceMesh
-from two_ranks import in_two_ranks, own_parts
+from two_ranks import by_first_rank, in_two_ranks, own_parts
 from zoo import CONFIGS, OF_EACH_KIND
 
 import ligermodels as lm
@@ -25,10 +25,15 @@ def divisible(config: dict[str, Any]) -> dict[str, Any]:
 def train(rank: int, folder: Path, mesh: DeviceMesh, names: tuple[str, ...]) -> None:
     ids = torch.randint(3, 120, (2, 14), generator=torch.Generator().manual_seed(0))
     for name in names:
-        for plan in PLANS:
-            plain, model = build(name), lm.parallelize(build(name), plan)
-            check_pass(model, plain, {"input_ids": ids, "labels": ids})
+        plain = build(name)
+        models = [copy.deepcopy(plain) for _ in PLANS]
+        wanted_loss = by_first_rank(plain, lambda plain: plain(ids, labels=ids).loss)
+        for plan, model in zip(PLANS, models, strict=True):
+            loss = lm.parallelize(model, plan)(ids, labels=ids).loss
+            loss.backward()
+            torch.testing.assert_close(loss.detach(), wanted_loss, msg=lambda m, at=(name, plan): f"{at}: {m}")
             for (key, p), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert (p.grad is None) == (wanted.grad is None), (name, plan, key)
                 if wanted.grad is not None:  # also gradients of decays, which are tiny
                     found, own = own_parts(p.grad, wanted.grad)
                     assert ((found - own).abs() <= 1e-6 * wanted.grad.abs().max()).all(), (name, plan, key)

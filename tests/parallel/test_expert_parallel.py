@@ -42,8 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 _FEW = {"num_hidden_layers": 2}
 _EVEN = {"intermediate_size": 96, "num_key_value_heads": 2, **_FEW}
 SPLIT: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {**FAMILIES["qwen3_moe"], **_EVEN, "moe_intermediate_size": 18},
-    "glm4_moe": {**FAMILIES["glm4_moe"], **_EVEN, "moe_intermediate_size": 18},
+    "glm4_moe": {**FAMILIES["glm4_moe"], **_EVEN, "moe_intermediate_size": 18},  # with shared experts
     "gpt_oss": {**FAMILIES["gpt_oss"], **_EVEN},
 }
 """Sizes that two ranks divide, beside experts on two ranks."""
@@ -167,6 +166,8 @@ def by_plan(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         check_equal(model, plain, lambda p: p.detach(), rtol=0, atol=0)
         model.save_pretrained(folder / name)
         check_training(model, plain, torch.optim.SGD, tensor=plan.context)
+        if name == "replicate":
+            continue
         # Another plan resumes.
         optimizer = FusedAdamW(model.parameters(), lr=1e-2)
         model(**batch(0)).loss.backward()
@@ -185,7 +186,7 @@ def by_plan(rank: int, folder: Path, mesh: DeviceMesh) -> None:
 
 def beside_tensor(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     """Two of four ranks have half of the experts, and of these half of the channels each."""
-    for name, mode in zip(SPLIT, ("none", "full", "selective"), strict=True):
+    for name, mode in zip(SPLIT, ("full", "selective"), strict=True):
         plan = lm.ParallelPlan(expert=2, tensor=2, activation_checkpointing=mode)
         model, plain = (lm.from_pretrained(folder / name, plan=each) for each in (plan, None))
         for parameter in of_experts(model).values():
@@ -216,12 +217,11 @@ def compiled(rank: int, folder: Path, mesh: DeviceMesh) -> None:
 
 
 def runs(rank: int, folder: Path, mesh: DeviceMesh, recipe: Any) -> None:
-    for name, changes in (("whole", {}), ("lora", {"lora_rank": 3})):
-        spread = recipe.changed({**changes, "parallel": {"expert": 2}})
-        assert run_recipe(spread, folder / name).finished
+    spread = recipe.changed({"lora_rank": 3, "parallel": {"expert": 2}})
+    assert run_recipe(spread, folder / "lora").finished
     file = folder / f"{rank}.yaml"
-    file.write_text(yaml.safe_dump(recipe.changed({"steps": 2}).settings()))
-    arguments = ["train", "--recipe", str(file), "--out", str(folder / "by-flag"), "--device", "cpu", "--expert", "2"]
+    file.write_text(yaml.safe_dump(recipe.settings()))
+    arguments = ["train", "--recipe", str(file), "--out", str(folder / "whole"), "--device", "cpu", "--expert", "2"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
 
@@ -261,10 +261,9 @@ def test_runs_are_those_of_one_process(base: Path, data: Path, tmp_path: Path) -
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8, "mlp_only_layers": []}
     config = {**FAMILIES["qwen3_moe"], **sizes, "vocab_size": own["vocab_size"]}
     make_checkpoint(tmp_path / "base", config)
-    settings = {"dtype": "float64", "evaluate_every": None, "steps": 4, "checkpoint_every": None}
+    settings = {"dtype": "float64", "evaluate_every": None, "steps": 2, "checkpoint_every": None}
     recipe = tuning(tmp_path / "base", data, **settings, micro_batch_tokens=16)
     in_ranks(2, runs, tmp_path / "two", recipe)
     for name, changes in (("whole", {}), ("lora", {"lora_rank": 3})):
         run_recipe(recipe.changed(changes), tmp_path / "one" / name)
         check_same(tmp_path / "two" / name, tmp_path / "one" / name)
-    assert (tmp_path / "two/by-flag/model.safetensors").is_file()

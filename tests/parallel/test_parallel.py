@@ -27,9 +27,8 @@ from ligermodels.parallel import DataRanks
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
 from ligermodels.training import FusedAdamW, StepMetrics, train
 
-FAMILIES = ("llama-3", "llama-3.2", "gemma2", "qwen3", "qwen3_moe", "qwen3_5_text", "lfm2_moe")
-"""Untied; tied; tied with post-norms; with norms of queries and keys; a mixture of experts; a recurrent
-mixer; short convolutions with experts."""
+FAMILIES = ("llama-3.2", "qwen3_moe", "qwen3_5_text")
+"""Tied; a mixture of experts; a recurrent mixer, with buffers and modules that stay float32."""
 
 
 def build(name: str, dtype: torch.dtype | None = torch.float32, **fields: Any) -> lm.CausalLM:
@@ -368,7 +367,7 @@ DIVISIBLE: dict[str, dict[str, Any]] = {
         "intermediate_size": 96,
         **({"moe_intermediate_size": 18} if "moe" in name else {}),
     }
-    for name in ("llama-3", "gemma2", "qwen3_moe", "qwen3_5_text")
+    for name in ("llama-3", "qwen3_moe", "qwen3_5_text")
 }
 """Configs of which two ranks can each have a part of every layer."""
 
@@ -413,6 +412,8 @@ def by_tensor(rank: int, folder: Path, mesh: DeviceMesh, names: Sequence[str]) -
         close = {"rtol": 2e-3, "atol": 2e-5} if name == "qwen3_5_text" else {}
         if name in ("llama-3", "qwen3_5_text"):
             check_training(model, plain, torch.optim.SGD, tensor=2, **close)
+    if "llama-3" not in names:
+        return
     medusa = []
     for spread in (False, True):
         torch.manual_seed(1)
@@ -429,9 +430,9 @@ def by_tensor(rank: int, folder: Path, mesh: DeviceMesh, names: Sequence[str]) -
     check_untouched(model)
 
 
-@pytest.mark.parametrize(("world", "names"), [(2, ["llama-3"]), (4, list(DIVISIBLE))])
+@pytest.mark.parametrize(("world", "names"), [(2, ["qwen3_moe"]), (4, ["llama-3", "qwen3_5_text"])])
 def test_tensor_parallelism_by_plan(world: int, names: list[str], tmp_path: Path) -> None:
-    """Two ranks without FSDP2: of one family, since test_tensor_parallel has the others."""
+    """Two ranks without FSDP2: of one family, since test_tensor_parallel has others."""
     for name in names:
         make_checkpoint(tmp_path / name, DIVISIBLE[name])
     in_ranks(world, by_tensor, tmp_path, names)
@@ -446,8 +447,7 @@ def test_fsdp2_is_one_process(tmp_path: Path) -> None:
 
 
 def test_four_shards_and_hsdp_are_one_process(tmp_path: Path) -> None:
-    names = ("llama-3.2", "gemma2", "qwen3_moe")
-    in_ranks(4, families, tmp_path, names, lm.ParallelPlan(), lm.ParallelPlan(replicate=2))
+    in_ranks(4, families, tmp_path, ("gemma2", "qwen3_moe"), lm.ParallelPlan(), lm.ParallelPlan(replicate=2))
 
 
 def test_models_of_one_plan_share_process_groups(tmp_path: Path) -> None:
@@ -464,7 +464,8 @@ def test_lora(tmp_path: Path) -> None:
 
 
 def test_each_rank_reads_its_part_and_shards_are_written_as_by_one_process(tmp_path: Path) -> None:
-    for name in FAMILIES:
+    every = (*FAMILIES, "lfm2_moe")
+    for name in every:
         make_checkpoint(tmp_path / name, CONFIGS[name])
         lm.from_pretrained(tmp_path / name).save_pretrained(tmp_path / "out-1" / name, max_shard_size=20_000)
 
@@ -472,7 +473,6 @@ def test_each_rank_reads_its_part_and_shards_are_written_as_by_one_process(tmp_p
         paths = (path for name in names for path in (out / name).rglob("*") if path.is_file())
         return {path.relative_to(out): path.read_bytes() for path in paths}
 
-    few = ("llama-3.2", "qwen3_moe", "qwen3_5_text")  # tied, of experts, and with buffers
-    for world, plan, names in ((2, lm.ParallelPlan(), FAMILIES), (4, lm.ParallelPlan(replicate=2), few)):
+    for world, plan, names in ((2, lm.ParallelPlan(), every), (4, lm.ParallelPlan(replicate=2), every[:2])):
         in_ranks(world, loading, tmp_path, plan, names)
         assert files(tmp_path / f"out-{world}", names) == files(tmp_path / "out-1", names)

@@ -57,7 +57,6 @@ def tuning(base: Path, data: Path, **changes: Any) -> FineTuningRecipe:
 def recipes(base: Path, data: Path) -> dict[str, TrainingRecipe]:
     """Of each kind of training. Micro-batches are given, or a rank's share of the batch."""
     share = {"micro_batch_tokens": None}
-    eagle = EagleRecipe().changed({**common(recipe_for(base, data), EagleRecipe), **EXACT, **DRAFT})
     return {
         "fine-tuning": tuning(base, data, **EXACT, **share, validation_tokens=150),
         "lora": tuning(base, data, **EXACT, lora_rank=3, micro_batch_tokens=16),
@@ -66,12 +65,14 @@ def recipes(base: Path, data: Path) -> dict[str, TrainingRecipe]:
         "config": tuning(base / "config.json", data, **EXACT, tokenizer=str(base)),
         "stage 1": recipe_for(base, data, **EXACT),
         "stage 2": recipe_for(base, data, **{**STAGE_2, **EXACT}),
-        "eagle": eagle,
-        "eagle, shared lm_head": eagle.changed({"lm_head": "shared"}),
+        "eagle": EagleRecipe().changed({**common(recipe_for(base, data), EagleRecipe), **EXACT, **DRAFT}),
         "dspark": DSparkRecipe().changed({**common(recipe_for(base, data), DSparkRecipe), **EXACT, **BLOCKS}),
         "mtp": MTPRecipe().changed({**common(recipe_for(base, data), MTPRecipe), **EXACT, "num_steps": 2}),
     }
 
+
+KINDS = ("fine-tuning", "muon", "in the backward pass", "config", "stage 2", "eagle", "dspark", "mtp")
+"""Of these, one of each kind of trained parameters and of start; the others are in tests of other plans."""
 
 TRAIN: dict[type, Any] = {
     FineTuningRecipe: fine_tune,
@@ -117,9 +118,10 @@ def check_same(found: Path, wanted: Path, rel: float = 1e-9) -> None:
 
 
 def all_kinds(rank: int, folder: Path, mesh: DeviceMesh, base: Path, data: Path) -> None:
-    for name, recipe in recipes(base, data).items():
+    exact = recipes(base, data)
+    for name in KINDS:
         said: list[str] = []
-        outcome = run(recipe, folder / name, console=Console(said.append))
+        outcome = run(exact[name], folder / name, console=Console(said.append))
         assert outcome.finished and outcome.evaluation is not None
     with pytest.raises(ConfigError, match=r"micro_batch_tokens \(64\) times 2 ranks must divide batch_tokens \(64\)"):
         run(tuning(base, data, micro_batch_tokens=64), folder / "none")
@@ -161,14 +163,15 @@ def by_plan(rank: int, folder: Path, mesh: DeviceMesh, recipe: TrainingRecipe) -
 def test_two_ranks_train_as_one(base: Path, data: Path, tmp_path: Path) -> None:
     in_ranks(2, all_kinds, tmp_path / "two", base, data)
     assert not (tmp_path / "two/none").exists()
-    for name, recipe in recipes(base, data).items():
-        run(recipe, tmp_path / "one" / name)
+    exact = recipes(base, data)
+    for name in KINDS:
+        run(exact[name], tmp_path / "one" / name)
         check_same(tmp_path / "two" / name, tmp_path / "one" / name)
 
 
-@pytest.mark.parametrize("kind", ["lora", "stage 2"])
-def test_a_run_goes_on_with_other_numbers_of_ranks(base: Path, data: Path, tmp_path: Path, kind: str) -> None:
-    recipe = recipes(base, data)[kind].changed({"steps": 8, "checkpoint_every": 1, "micro_batch_tokens": 16})
+def test_a_run_goes_on_with_other_numbers_of_ranks(base: Path, data: Path, tmp_path: Path) -> None:
+    """With LoRA, of whose three rows one of four ranks has none."""
+    recipe = recipes(base, data)["lora"].changed({"steps": 8, "checkpoint_every": 1, "micro_batch_tokens": 16})
     out = tmp_path / "moved"
     in_ranks(2, up_to, out, recipe, 1, 0)
     (out / "rendezvous").unlink(missing_ok=True)
@@ -199,9 +202,9 @@ def test_runs_by_tensor_parallelism(base: Path, data: Path, tmp_path: Path) -> N
 
 
 def until_a_rank_ends(rank: int, folder: Path, mesh: DeviceMesh, arguments: tuple[str, ...]) -> None:
-    """The second rank ends at its third checkpoint as a killed one does, without a word to the first."""
+    """The second rank ends at its second checkpoint as a killed one does, without a word to the first."""
     if rank == 1:
-        saves = iter([Checkpoints.save] * 2)
+        saves = iter([Checkpoints.save])
 
         def save(*args: Any, **options: Any) -> None:
             next(saves, lambda *_, **__: os._exit(0))(*args, **options)
@@ -217,14 +220,14 @@ def test_a_rank_is_killed_and_torchrun_goes_on(base: Path, data: Path, tmp_path:
     """The others end with a message, and the run comes out as if nothing had been."""
     import yaml
 
-    recipe = tuning(base, data, **{**EXACT, "steps": 8, "checkpoint_every": 2, "report_every": 1})
+    recipe = tuning(base, data, **{**EXACT, "steps": 5, "checkpoint_every": 2, "report_every": 1})
     file, out = tmp_path / "recipe.yaml", tmp_path / "out"
     file.write_text(yaml.safe_dump(recipe.settings()))
     arguments = ("--recipe", str(file), "--out", str(out), "--device", "cpu", "--shard", "2", "--resume")
     began = time.monotonic()
     in_ranks(2, until_a_rank_ends, tmp_path / "two", arguments)
     assert time.monotonic() - began < 60
-    assert 0 < losses(out)[-1][0] < 8 and not (out / "model.safetensors").exists()
+    assert 0 < losses(out)[-1][0] < 5 and not (out / "model.safetensors").exists()
 
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "ligermodels", "train", *arguments]

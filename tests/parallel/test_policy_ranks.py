@@ -34,14 +34,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "dapo": {"validation_fraction": 0.3, "evaluate_every": 2},
-    "iterations": {"num_iterations": 2, "beta": 0.1},
-    "grpo": {"loss_type": "grpo", "mask_truncated_completions": True, "num_iterations": 2},
+    "grpo": {"loss_type": "grpo", "mask_truncated_completions": True, "num_iterations": 2, "beta": 0.1},
     "batch": {"scale_rewards": "batch", "loss_type": "dr_grpo", "micro_batch_tokens": None},
     "quantised": {"sampling_quantize": "int4", "importance_sampling_clip_max": 1.5, "num_iterations": 2},
     "lora": {"lora_rank": 3, "beta": 0.1, "num_iterations": 2, "importance_sampling_level": "sequence"},
 }
 """A micro-batch has one group of completions; of "batch" all groups of a rank."""
-PLANS: dict[str, Any] = {"iterations": {"replicate": 2}}
+PLANS: dict[str, Any] = {"lora": {"replicate": 2}}
 
 
 def recipes(base: Path, data: Path, functions: Any) -> dict[str, FineTuningRecipe]:
@@ -230,7 +229,7 @@ def up_to_fixed(rank: int, folder: Path, mesh: DeviceMesh, *arguments: Any) -> N
 def test_a_run_goes_on_with_other_numbers_of_ranks(ending: Path, rewards: str, tmp_path: Path) -> None:  # noqa: F811
     """Between two steps on the same completions, which are then divided anew."""
     data, out = texts(tmp_path / "prompts.jsonl"), tmp_path / "moved"
-    recipe = recipes(ending, data, f"{rewards}:length")["iterations"]
+    recipe = recipes(ending, data, f"{rewards}:length")["grpo"]
     recipe = recipe.changed({"num_iterations": 8, "steps": 9, "checkpoint_every": 1})
     in_ranks(2, up_to_fixed, out, recipe, 1, 0)
     (middle,) = Checkpoints(out / "checkpoints").steps()[-1:]

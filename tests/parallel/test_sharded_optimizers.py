@@ -50,21 +50,19 @@ def check_same(spread: nn.Module, plain: nn.Module, optimizers: tuple[FusedAdamW
             assert torch.equal(whole(state), states[1][key]), (name, key)
 
 
-def models(name: str, dtype: torch.dtype) -> tuple[lm.CausalLM, lm.CausalLM]:
-    made = []
-    for plan in (lm.ParallelPlan(), None):
-        torch.manual_seed(0)
-        model = lm.from_config(CONFIGS[name], dtype=dtype)
-        if plan is not None:
-            lm.parallelize(model, plan)
-        made.append(model)
-    return made[0], made[1]
+def build() -> lm.CausalLM:
+    torch.manual_seed(0)
+    return lm.from_config(CONFIGS["qwen3_moe"], dtype=torch.bfloat16)
 
 
-def steps_of_one_process(rank: int, folder: Path, mesh: DeviceMesh, name: str) -> None:
+def models() -> tuple[lm.CausalLM, lm.CausalLM]:
+    return lm.parallelize(build(), lm.ParallelPlan()), build()
+
+
+def steps_of_one_process(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     groups = set[int]()
     for kind in KINDS:
-        spread, plain = models(name, torch.bfloat16)
+        spread, plain = models()
         optimizers = optimizer_of(kind, spread), optimizer_of(kind, plain)
         for seed in range(2):
             step(spread, optimizers[0], seed)
@@ -72,13 +70,13 @@ def steps_of_one_process(rank: int, folder: Path, mesh: DeviceMesh, name: str) -
         check_same(spread, plain, optimizers)
         # A checkpoint of the shards is resumed by shards, and (in the test) by one process.
         checkpoints, others = Checkpoints(folder / kind), Checkpoints(folder / f"{kind} again")
-        for each in (checkpoints, others):  # while the first is written
+        for each in (checkpoints, others) if kind == KINDS[0] else (checkpoints,):  # while the first is written
             each.save(2, spread, optimizers[0], {})
         checkpoints.wait()
         others.wait()
-        assert others.steps() == [2]
+        assert others.steps() == ([2] if kind == KINDS[0] else [])
         groups.add(len(dist.distributed_c10d._world.pg_map))
-        again, _ = models(name, torch.bfloat16)
+        again, _ = models()
         resumed = optimizer_of(kind, again)
         checkpoints.load(2, again, resumed)
         step(again, resumed, 2)
@@ -111,18 +109,14 @@ def shards_of_columns(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         step(spread, FusedAdamW(spread.parameters(), state_bits=8), 0)
 
 
-@pytest.mark.parametrize("name", ["llama-3", "qwen3_moe"])
-def test_fsdp2_is_one_process(name: str, tmp_path: Path) -> None:
-    in_ranks(2, steps_of_one_process, tmp_path, name)
+def test_fsdp2_is_one_process(tmp_path: Path) -> None:
+    """Of a mixture: matrices, stacks of them, and vectors."""
+    in_ranks(2, steps_of_one_process, tmp_path)
     for kind in KINDS:
-        torch.manual_seed(0)
-        model, twin = (lm.from_config(CONFIGS[name], dtype=torch.bfloat16) for _ in range(2))
-        twin.load_state_dict(model.state_dict())
+        model, twin = build(), build()
         optimizers = optimizer_of(kind, model), optimizer_of(kind, twin)
         Checkpoints(tmp_path / kind).load(2, model, optimizers[0])
         step(model, optimizers[0], 2)
-        torch.manual_seed(0)
-        twin.load_state_dict(lm.from_config(CONFIGS[name], dtype=torch.bfloat16).state_dict())
         for seed in range(3):
             step(twin, optimizers[1], seed)
         check_same(model, twin, optimizers)

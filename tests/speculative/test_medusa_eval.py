@@ -54,7 +54,7 @@ def medusa(tmp_path_factory: pytest.TempPathFactory) -> lm.MedusaModel:
 # -- decoding ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("new_tokens", [2, 9, 40])
+@pytest.mark.parametrize("new_tokens", [2, 40])
 def test_a_replay_of_the_same_prompts_is_lossless(medusa: lm.MedusaModel, new_tokens: int) -> None:
     own = evaluate_continuations(medusa, PROMPTS, max_new_tokens=new_tokens)
     assert own.lengths == [new_tokens] * 4

@@ -87,15 +87,15 @@ def chi_square(found: Tensor, p: Tensor) -> tuple[float, int]:
 
 @pytest.mark.parametrize(("name", "tree", "shaping"), [
     ("Medusa", BUSHY, SHAPINGS[1]), ("MTP 1", chain(3), SHAPINGS[2]), ("MTP 2", chain(2), SHAPINGS[0]),
-    ("EAGLE-3", chain(3), SHAPINGS[1]), ("EAGLE-3", BUSHY, SHAPINGS[2]), ("EAGLE-3", DynamicTree(3, 2, 6), SHAPINGS[0]),
+    ("EAGLE-3", BUSHY, SHAPINGS[2]), ("EAGLE-3", DynamicTree(3, 2, 6), SHAPINGS[0]),
     ("EAGLE-3, reduced", chain(2), SHAPINGS[2]), ("DFlash", chain(3), SHAPINGS[1]),
-    ("DSpark vanilla", chain(3), SHAPINGS[0]), ("DSpark gated, reduced", chain(2), SHAPINGS[2]),
-    ("DSpark rnn", chain(3), SHAPINGS[1]),
+    ("DSpark gated, reduced", chain(2), SHAPINGS[2]),
 ], ids=lambda value: f"{len(value.paths)} nodes" if isinstance(value, Tree) else str(value))  # fmt: skip
 def test_samples_have_the_distribution_of_the_model(
     base: lm.CausalLM, name: str, tree: Tree, shaping: dict[str, Any]
 ) -> None:
-    """In one batch of prompts of two lengths, of which each sequence accepts its own number of tokens."""
+    """In one batch of prompts of two lengths, of which each sequence accepts its own number of tokens. Other heads of
+    DSpark are in the next test."""
     model = heads_on(base, name)
     generator = torch.Generator().manual_seed(5)
     options = {"do_sample": True, "num_return_sequences": SAMPLES, "generator": generator, "pad_token_id": 0, **shaping}

@@ -103,7 +103,7 @@ def run(
     train(
         model,
         batches(256 if kind == "medusa" else 128),  # the last head has no target for three tokens of a row
-        steps=3,
+        steps=2,
         optimizer=optimizer,
         schedule=warmup_cosine(optimizer, 3, warmup_steps=1),
         on_step=reports.append,
@@ -130,7 +130,7 @@ def test_steps_are_bit_for_bit_those_without_a_graph(kind: str, device: str, mon
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["full", "medusa", "checkpointed", "mixture", "recurrent"])
+@pytest.mark.parametrize("kind", ["medusa", "checkpointed", "mixture"])
 def test_updates_in_the_backward_pass_are_bit_for_bit_those_after_it(
     kind: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,10 +73,10 @@ def command(*words: Any, code: int = 0) -> str:
 @pytest.mark.parametrize("kind, further", [("dflash", {"dpace_alpha": 0.5}), ("dspark", {"markov_rank": 8})])
 def test_a_run_and_what_it_writes(kind: str, further: dict[str, Any], base: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    recipe = recipe_for(kind, base, data, steps=30, **further)
+    recipe = recipe_for(kind, base, data, steps=20, **further)
     outcome = TRAIN[kind][1](recipe, out)
     found = losses(out)
-    assert outcome.finished and len(found) == 30
+    assert outcome.finished and len(found) == 20
     assert sum(loss for _, loss, _ in found[-5:]) < 0.95 * sum(loss for _, loss, _ in found[:5])
     slots = 4 if kind == "dspark" else 3
     evaluation = outcome.evaluation.metrics()

@@ -233,12 +233,12 @@ def test_a_step_on_chats_is_that_of_transformers_and_torch(
         assert (p - r).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("kind", "target"), [("checkpoint", 7), ("config", 1), ("lora", 5)])
+@pytest.mark.parametrize(("kind", "target"), [("checkpoint", 5), ("config", 1), ("lora", 3)])
 def test_killed_anywhere_a_run_comes_out_the_same(
     base: Path, config: Path, data: Path, tmp_path: Path, children: Any, kind: str, target: int
 ) -> None:
     """From random weights too, before there is a checkpoint or after."""
-    recipe = recipe_for(config if kind == "config" else base, data, checkpoint_every=2, steps=16, report_every=1)
+    recipe = recipe_for(config if kind == "config" else base, data, checkpoint_every=2, steps=8, report_every=1)
     lora = {"lora_rank": 3, "lora_dropout": 0.2, "lora_targets": ["q_proj", "down_proj"]}
     recipe = recipe.changed({"checkpoint": {}, "config": {"dtype": "bfloat16"}, "lora": lora}[kind])
     file, out, whole = tmp_path / "recipe.yaml", tmp_path / "killed", tmp_path / "whole"
@@ -250,11 +250,11 @@ def test_killed_anywhere_a_run_comes_out_the_same(
         time.sleep(0.002)
     child.kill()
     child.join()
-    assert len(losses(out)) < 16
+    assert len(losses(out)) < 8
     fine_tune(recipe, whole)
     fine_tune(recipe, out, resume=True)
     assert losses(out) == losses(whole) and evaluations(out) == evaluations(whole) and equal_heads(out, whole)
-    assert Checkpoints(out / "checkpoints").steps() == [14, 16]
+    assert Checkpoints(out / "checkpoints").steps() == [6, 8]
 
 
 def test_what_may_change_when_a_run_resumes(

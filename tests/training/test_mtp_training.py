@@ -54,14 +54,14 @@ def command(*words: str, code: int = 0) -> str:
 
 def test_a_run_and_what_it_writes(base: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    outcome = train_mtp(recipe_for(base, data, steps=40), out)
+    outcome = train_mtp(recipe_for(base, data, steps=20), out)
     found = losses(out)
-    assert outcome.finished and len(found) == 40
+    assert outcome.finished and len(found) == 20
     assert sum(loss for _, loss, _ in found[-5:]) < 0.9 * sum(loss for _, loss, _ in found[:5])
     assert scores(out)[-1][1] == outcome.evaluation.scores.accuracy(1).tolist() and len(scores(out)[-1][1]) == 3
     model = lm.MTPModel.from_pretrained(base, out)
     # A checkpoint with the head in it, by the same recipe, is the model and that head.
-    train_mtp(recipe_for(base, data, steps=40, write="checkpoint"), tmp_path / "whole")
+    train_mtp(recipe_for(base, data, steps=20, write="checkpoint"), tmp_path / "whole")
     whole = lm.MTPModel.from_pretrained(tmp_path / "whole")
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), whole.state_dict().values(), strict=True))
     # Trained further from there, by default from the model's own head.
@@ -189,10 +189,10 @@ def test_training_raises_acceptance_at_every_step_of_the_head(tmp_path: Path) ->
     torch.manual_seed(0)
     sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 1, "head_dim": 16}
     base = lm.from_config({**LLAMA, **sizes, "num_attention_heads": 4, "num_key_value_heads": 2})
-    fit(base, base.parameters(), 150, 0)
+    fit(base, base.parameters(), 100, 0)
     model = lm.MTPModel.from_base(base.eval())
     start = accuracy()
-    fit(model, model.head_parameters(), 80, 1)
+    fit(model, model.head_parameters(), 60, 1)
     found = accuracy()
     assert all(after > before + 0.05 for before, after in zip(start, found, strict=True)), (start, found)
     prompts = [ids[at : at + 24] for ids in unseen for at in range(64, len(ids) - 64, 60)][:16]

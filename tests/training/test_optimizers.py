@@ -232,8 +232,9 @@ def recipe_of(base: Path, data: Path, name: str, **changes: Any) -> FineTuningRe
 IN_BACKWARD = {"optimizer_in_bwd": True, "micro_batch_tokens": None}
 
 
-@pytest.mark.parametrize("changes", [{}, IN_BACKWARD], ids=["after", "in the backward pass"])
-@pytest.mark.parametrize("name", ["adamw8bit", "muon8bit"])
+@pytest.mark.parametrize(
+    ("name", "changes"), [("adamw8bit", IN_BACKWARD), ("muon8bit", {})], ids=["in the backward pass", "after"]
+)
 def test_runs_resume_bit_for_bit(base: Path, data: Path, tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
     recipe = recipe_of(base, data, name, **changes)
     said: list[str] = []

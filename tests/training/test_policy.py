@@ -177,12 +177,11 @@ def test_log_probabilities_of_sampling_are_those_of_training(
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {"num_iterations": 3, "beta": 0.1, "validation_fraction": 0.3, "evaluate_every": 2},
         {"num_iterations": 2, "beta": 0.1, "lora_rank": 2, "temperature": 0.8, "lora_dropout": 0.1},
         {"num_iterations": 2, "sampling_quantize": "int4", "dtype": "float32"},
     ],
-    ids=["plain", "iterations", "lora", "quantised"],
+    ids=["iterations", "lora", "quantised"],
 )
 def test_a_run_resumes_with_the_same_samples(
     settings: dict[str, Any], base: Path, rewards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

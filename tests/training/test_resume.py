@@ -42,7 +42,7 @@ def write_recipe(recipe: MedusaRecipe, path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("changes", "targets"),
-    [({"steps": 24}, (None, 3, 13, 24)), ({**STAGE_2, "steps": 12}, (2, 7, 12))],
+    [({"steps": 12}, (None, 5, 12)), ({**STAGE_2, "steps": 8}, (3, 8))],
     ids=["stage 1", "stage 2"],
 )
 def test_killed_anywhere_a_run_comes_out_the_same(
@@ -86,7 +86,7 @@ def test_killed_anywhere_a_run_comes_out_the_same(
 
 
 def test_sigterm_saves_and_ends(base: Path, data: Path, tmp_path: Path, children: Any) -> None:
-    recipe = recipe_for(base, data, steps=60, checkpoint_every=100, evaluate_every=None, report_every=1)
+    recipe = recipe_for(base, data, steps=30, checkpoint_every=100, evaluate_every=None, report_every=1)
     file, out = write_recipe(recipe, tmp_path / "recipe.yaml"), tmp_path / "out"
     arguments = ("--recipe", str(file), "--out", str(out))
     child = children.Process(target=command, args=arguments)
@@ -98,16 +98,16 @@ def test_sigterm_saves_and_ends(base: Path, data: Path, tmp_path: Path, children
     child.join(60)
     assert child.exitcode == 143
     (step,) = Checkpoints(out / "checkpoints").steps()
-    assert 0 < step < 60 and losses(out)[-1][0] == step and not (out / "model.safetensors").exists()
+    assert 0 < step < 30 and losses(out)[-1][0] == step and not (out / "model.safetensors").exists()
     before = losses(out)
     outcome = train_heads(recipe, out, resume=True)
-    assert outcome.finished and losses(out)[:step] == before and len(losses(out)) == 60
+    assert outcome.finished and losses(out)[:step] == before and len(losses(out)) == 30
     train_heads(recipe, tmp_path / "whole")
     assert losses(tmp_path / "whole") == losses(out) and equal_heads(out, tmp_path / "whole")
     # Once more, and there is nothing left to do.
     again = train_heads(recipe, out, resume=True)
     assert again.finished
-    assert torch.equal(again.evaluation.scores.hits, outcome.evaluation.scores.hits) and len(losses(out)) == 60
+    assert torch.equal(again.evaluation.scores.hits, outcome.evaluation.scores.hits) and len(losses(out)) == 30
 
 
 def test_ctrl_c_saves_and_ends(
@@ -188,6 +188,27 @@ class Moment:
         return found
 
 
+PLACES = ((taken, "on_device"), (Checkpoints, "save"), (evaluation, "on_device"))
+
+
+@pytest.fixture(scope="module")
+def whole(base: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, int]]:
+    """A run that nothing interrupts, and how often it calls the functions of PLACES."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    with pytest.MonkeyPatch.context() as watching:
+        moments = {place: watched(watching, *place, None) for place in PLACES}
+        torch.manual_seed(0)
+        train_heads(recipe_for(base, data), folder)
+    return folder, {place: moment.calls for place, moment in moments.items()}
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, at: int | None) -> Moment:
+    """Have SIGTERM sent at a call of the function of this name."""
+    moment = Moment(getattr(place, name), at, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(place, name, lambda *args, **options: moment(*args, **options))
+    return moment
+
+
 @pytest.mark.parametrize(
     ("place", "name", "share", "step"),
     [
@@ -203,22 +224,14 @@ def test_sigterm_is_heeded_at_any_moment(
     data: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    whole: tuple[Path, dict[Any, int]],
     place: Any,
     name: str,
     share: float,
     step: int,
 ) -> None:
     recipe, out = recipe_for(base, data), tmp_path / "out"
-    function = getattr(place, name)
-
-    def watched(at: int | None) -> Moment:
-        moment = Moment(function, at, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        monkeypatch.setattr(place, name, lambda *args, **options: moment(*args, **options))
-        return moment
-
-    moment = watched(None)
-    train_heads(recipe, tmp_path / "whole")
-    moment = watched(max(1, round(share * moment.calls)))
+    moment = watched(monkeypatch, place, name, max(1, round(share * whole[1][place, name])))
     outcome = train_heads(recipe, out)
     assert (outcome.step, outcome.stopped, outcome.finished) == (step, True, False)
     # Not a step more, nor a batch of an evaluation.
@@ -227,8 +240,7 @@ def test_sigterm_is_heeded_at_any_moment(
     assert Checkpoints(out / "checkpoints").steps()[-1] == step
     again = train_heads(recipe, out, resume=True)
     assert again.finished and again.evaluation is not None
-    assert losses(out) == losses(tmp_path / "whole") and scores(out) == scores(tmp_path / "whole")
-    assert equal_heads(out, tmp_path / "whole")
+    assert losses(out) == losses(whole[0]) and scores(out) == scores(whole[0]) and equal_heads(out, whole[0])
 
 
 @pytest.mark.parametrize("every", [5, None])
@@ -521,6 +533,16 @@ def renamed(name: str) -> Callable[[Path], object]:
     return lambda step: step.rename(step.with_name(name))
 
 
+@pytest.fixture(scope="module")
+def whole_of_five(base: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    recipe, out = recipe_for(base, data, **FIVE), tmp_path_factory.mktemp("five") / "out"
+    train_heads(recipe, out)
+    return out
+
+
+FIVE = {"steps": 5, "checkpoint_every": 1, "evaluate_every": None}
+
+
 @pytest.mark.parametrize(
     ("harm", "warning", "left"),
     [
@@ -532,10 +554,10 @@ def renamed(name: str) -> Callable[[Path], object]:
     ids=["a byte", "no manifest", "another step", "another name"],
 )
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
-    base: Path, data: Path, tmp_path: Path, harm: Callable[[Path], object], warning: str | None, left: set[str]
-) -> None:
-    recipe, out = recipe_for(base, data, steps=5, checkpoint_every=1, evaluate_every=None), tmp_path / "out"
-    train_heads(recipe, tmp_path / "whole")
+    base: Path, data: Path, tmp_path: Path, whole_of_five: Path, harm: Callable[[Path], object], warning: str | None,
+    left: set[str],
+) -> None:  # fmt: skip
+    recipe, out = recipe_for(base, data, **FIVE), tmp_path / "out"
     with pytest.MonkeyPatch.context() as broken, pytest.raises(KeyboardInterrupt):
         broken.setattr(taken, "on_device", Moment(taken.on_device, 9, interrupt))  # The first batch of step 5.
         train_heads(recipe, out)
@@ -547,7 +569,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
         assert train_heads(recipe, out, resume=True).finished
     told = [str(each.message) for each in caught if each.category is CheckpointWarning]
     assert len(told) == (warning is not None) and all(re.search(str(warning), each) for each in told)
-    assert losses(out) == losses(tmp_path / "whole") and equal_heads(out, tmp_path / "whole")
+    assert losses(out) == losses(whole_of_five) and equal_heads(out, whole_of_five)
     # It does not count among the newest, of which two are kept.
     assert {path.name for path in checkpoints.iterdir()} == {"step-4", "step-5", *left}
 

@@ -33,9 +33,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def test_a_run_from_chats_to_heads(base: Path, data: Path, tmp_path: Path) -> None:
     said: list[str] = []
-    recipe, out = recipe_for(base, data, steps=None, epochs=2.5, date=None), tmp_path / "out"
+    recipe, out = recipe_for(base, data, steps=None, epochs=2.0, date=None), tmp_path / "out"
     outcome = train_heads(recipe, out, console=Console(said.append))
-    assert outcome.finished and outcome.steps > 12 and outcome.evaluation is not None
+    assert outcome.finished and outcome.steps > 9 and outcome.evaluation is not None
     assert any("data.jsonl:31: not an object" in message for message in said)
     assert sum("more than seq_len (16) tokens: split" in message for message in said) > 0
     found = losses(out)
@@ -52,10 +52,9 @@ def test_a_run_from_chats_to_heads(base: Path, data: Path, tmp_path: Path) -> No
     assert written.date is not None
     train_heads(written, tmp_path / "again")
     assert losses(tmp_path / "again") == found and equal_heads(out, tmp_path / "again")
-    # Another seed does not, and Adafactor is another optimiser.
-    for change in ({"seed": 4}, {"optimizer": "adafactor"}):
-        train_heads(written.changed(change), tmp_path / "other", overwrite=True)
-        assert losses(tmp_path / "other") != found
+    # Another seed does not: its first batch is another.
+    train_heads(written.changed({"seed": 4, "epochs": 0.5}), tmp_path / "other")
+    assert losses(tmp_path / "other")[0] != found[0]
 
 
 def test_accumulation_and_packing_leave_the_step_the_same(base: Path, data: Path, tmp_path: Path) -> None:
@@ -72,7 +71,7 @@ def test_heads_in_bfloat16_learn_as_those_in_float32(base: Path, data: Path, tmp
     model = lm.from_pretrained(base)
     moved = {}
     for dtype, rounding in (("float32", "nearest"), ("bfloat16", "stochastic"), ("bfloat16", "nearest")):
-        recipe = recipe_for(base, data, steps=60, learning_rate=1e-5, warmup_steps=0, checkpoint_every=None)
+        recipe = recipe_for(base, data, steps=40, learning_rate=1e-5, warmup_steps=0, checkpoint_every=None)
         recipe = recipe.changed({"validation_fraction": 0, "dtype": dtype, "rounding": rounding})
         train_heads(recipe, tmp_path / "out", overwrite=True)
         weight = load_file(tmp_path / "out" / "model.safetensors")["lm_heads.0.weight"]

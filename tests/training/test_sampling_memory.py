@@ -76,6 +76,8 @@ def test_the_bytes_of_a_run(
     prepare_lora(recipe, model)
     kind = recipe.sampling_quantize
     sampling = SamplingModel(model, partial(prepare_sampling, recipe, kind), quantizes=kind is not None)
+    gc.collect()
+    gc.freeze()  # `gc.get_objects` leaves out the millions of objects that other tests have made
     others = live_tensors()  # held, so that no tensor of another test is freed meanwhile
     before = live_bytes(device)
     with sampling() as sampler:

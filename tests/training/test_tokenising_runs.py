@@ -39,7 +39,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 def test_losses_depend_on_neither_processes_nor_cache(
     base: Path, data: Path, tmp_path: Path, every_size: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = recipe_for(base, data, steps=None, epochs=2.0)
+    recipe = recipe_for(base, data, steps=None, epochs=1.0)
     train_heads(recipe.changed({"dataset_num_proc": 0, "token_cache": False}), tmp_path / "plain", console=Console())
     assert not every_size.exists()
     said: list[str] = []
@@ -51,7 +51,7 @@ def test_losses_depend_on_neither_processes_nor_cache(
     assert losses(tmp_path / "cold") == losses(tmp_path / "warm") == expected
 
     with monkeypatch.context() as patched:
-        stop_after(patched, 5)
+        stop_after(patched, 4)
         outcome = train_heads(recipe.changed({"dataset_num_proc": 1, "token_cache": False}), tmp_path / "resumed")
     assert outcome.stopped and outcome.step < outcome.steps
     train_heads(recipe, tmp_path / "resumed", resume=True)
@@ -71,11 +71,11 @@ def test_a_cache_that_cannot_be_written_is_named(
 def test_a_streamed_run_resumes_with_the_same_losses(
     base: Path, data: Path, tmp_path: Path, every_size: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = recipe_for(base, data, streaming=True, shuffle_buffer_size=8, steps=18)
+    recipe = recipe_for(base, data, streaming=True, shuffle_buffer_size=8, steps=10)
     outcome = train_heads(recipe, tmp_path / "out")
     assert outcome.finished and outcome.evaluation is not None and not every_size.exists()
     with monkeypatch.context() as patched:
-        stop_after(patched, 11)
+        stop_after(patched, 6)
         assert train_heads(recipe, tmp_path / "resumed").stopped
     train_heads(recipe.changed({"dataset_num_proc": 0}), tmp_path / "resumed", resume=True)
     assert losses(tmp_path / "resumed") == losses(tmp_path / "out")
