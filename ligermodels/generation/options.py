@@ -233,6 +233,15 @@ def check_tree_options(options: Mapping[str, Any], function: Callable[..., Any])
     return {name: value for name, value in options.items() if name not in rest or name in penalty}
 
 
+def warn_of_greedy(given: Mapping[str, Any]) -> None:
+    """UserWarning if `given` options of a call shape the distribution to sample from, and decoding is greedy."""
+    shaping = {name: given.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    unused = [f"{name} = {short(x)}" for name, x in shaping.items() if x not in (None, 0, GENERATION[name])]
+    if unused:
+        message = f"generate: decoding is greedy, without effect of {', '.join(unused)}; give do_sample=True to sample"
+        warnings.warn(message, UserWarning, stacklevel=4)
+
+
 def as_options(generation_config: Any) -> dict[str, Any]:
     """The options in a `generation_config`, a dict or transformers' object. Raises InputError for any other type."""
     if generation_config is None:

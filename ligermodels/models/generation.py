@@ -11,7 +11,14 @@ from ligermodels.convert.config_json import check_generation
 from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.errors import InputError
 from ligermodels.generation import DecodingModel, generate, stream
-from ligermodels.generation.options import as_options, check_options, generation_defaults, renamed_options, without_none
+from ligermodels.generation.options import (
+    as_options,
+    check_options,
+    generation_defaults,
+    renamed_options,
+    warn_of_greedy,
+    without_none,
+)
 from ligermodels.generation.prompts import TokenIds
 from ligermodels.generation.routing import GenerateOutput
 
@@ -98,7 +105,7 @@ class GenerationMixin:
 
         Raises:
             InputError: an option is not usable, or is an option of transformers that is not implemented; the message
-                says what to use instead.
+                says what to use instead. Options of sampling in greedy decoding are a UserWarning.
             ConfigError: `generation_config` or the checkpoint has an option that is not usable or not implemented.
             TypeError: an unknown option.
 
@@ -156,6 +163,8 @@ class GenerationMixin:
             if "max_length" in level and "max_new_tokens" not in level:
                 merged["max_new_tokens"] = None  # it would take precedence over the caller's max_length
             merged |= level
+        if not merged.get("do_sample"):
+            warn_of_greedy({**config, **options})
         return merged
 
     def _defaults(self, do_sample: bool | None, overrides: dict[str, Any]) -> dict[str, Any]:

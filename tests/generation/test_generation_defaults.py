@@ -1,6 +1,7 @@
 """Options of generation that a checkpoint sets: what transformers' `generate` takes of them."""
 
 import copy
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.utils import logging
 from zoo import CONFIGS
 
+import ligermodels as lm
 from ligermodels.errors import ConfigError
 from ligermodels.generation.options import GENERATION, generation_defaults
 
@@ -163,3 +165,14 @@ def test_all_that_is_not_implemented_is_named_at_once() -> None:
 def test_bad_values_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"generation_config\.json: field '{next(iter(options))}' is not usable"):
         generation_defaults(options, LLAMA)
+
+
+def test_options_of_sampling_in_greedy_decoding_are_a_warning() -> None:
+    """Those of the call, as in transformers; not those of the checkpoint, and no values without an effect."""
+    model = lm.from_config(LLAMA)
+    with pytest.warns(UserWarning, match=r"^generate: decoding is greedy, .* temperature = 0.7, top_p = 0.9; give do_"):
+        found = model.generate([[3, 1]], 2, temperature=0.7, generation_config={"top_p": 0.9, "top_k": 50})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert found.equal(model.generate([[3, 1]], 2, temperature=1.0, top_k=0, top_p=None, min_p=0.0))
+        model.generate([[3, 1]], 2, temperature=0.7, do_sample=True)
