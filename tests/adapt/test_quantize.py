@@ -4,11 +4,13 @@ import copy
 import json
 import math
 import weakref
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pairwise import by_turns
 from runs import make_base
 from torch import Tensor, nn
 from typer.testing import CliRunner
@@ -36,6 +38,11 @@ MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "qwen3_next, Gated DeltaNet and experts": (CONFIGS["qwen3_next"], ["mlp.experts"]),
 }
 
+of_each_model_and_kind = pytest.mark.parametrize(
+    ("name", "kind"), sorted({*product(["llama"], KINDS), *by_turns(list(MODELS), KINDS)})
+)
+"""The form of weights does not depend on the layer that has them: llama has every one, other models one each."""
+
 
 def build(name: str = "llama", kind: Any = None, **options: Any) -> lm.CausalLM:
     torch.manual_seed(0)
@@ -52,8 +59,7 @@ def quantised(model: nn.Module) -> dict[str, QuantizedCompute]:
     return quantized_weights(model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", MODELS)
+@of_each_model_and_kind
 def test_decoding(name: str, kind: Any) -> None:
     """Greedy, sampled, in padded batches: as the model of the rounded weights does, which is near the original."""
     plain, model = build(name), build(name, kind)
@@ -95,8 +101,7 @@ def test_heads(kind: Any) -> None:
         lm.JointMedusa(medusa)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", MODELS)
+@of_each_model_and_kind
 def test_gradients_of_inputs(name: str, kind: Any) -> None:
     """Those of the model of the rounded weights; and no parameter of the model is trained."""
     model = build(name, kind)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import by_turns
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from zoo import (
@@ -18,6 +19,7 @@ from zoo import (
     MIXTURES,
     NEWER_MIXTURES,
     OF_EACH_KIND,
+    OF_EACH_LAYER,
     gradients_of,
     make_checkpoint,
     plain,
@@ -34,6 +36,7 @@ from ligermodels.verify import verify
 TOLERANCE = 2e-5  # float32 GEMMs add up in orders of the CPU's own
 Pair = tuple[Path, PreTrainedModel, lm.CausalLM]
 of_each_family = pytest.mark.parametrize("pair", sorted({*EACH_FAMILY, *OF_EACH_KIND}), indirect=True)
+of_each_layer = pytest.mark.parametrize("pair", OF_EACH_LAYER, indirect=True)
 of_each_kind = pytest.mark.parametrize("pair", OF_EACH_KIND, indirect=True)
 ROUTED = {
     name
@@ -100,7 +103,7 @@ def test_logits_loss_and_every_gradient(pair: Pair) -> None:
     assert max(errors.values()) < 3 * TOLERANCE, errors
 
 
-@of_each_family
+@of_each_kind
 def test_greedy_tokens_of_a_padded_batch(pair: Pair) -> None:
     _, oracle, model = pair
     ids = tokens(3, 9)
@@ -164,7 +167,7 @@ def test_states_at_every_boundary(pair: Pair) -> None:
         assert not padded.states[mask == 0].any() and not padded.last[mask == 0].any()
 
 
-@of_each_family
+@of_each_layer
 def test_medusa_heads_train_and_decode(pair: Pair) -> None:
     model = pair[2]
     medusa = lm.MedusaModel.from_base(model, num_heads=2)
@@ -231,8 +234,12 @@ def test_bf16_is_no_worse_than_transformers(pair: Pair) -> None:
     assert errors[0] <= 1.1 * errors[1]
 
 
-@pytest.mark.parametrize("pair", [name for name in OF_EACH_KIND if name not in ROUTED], indirect=True)
-@pytest.mark.parametrize("mixed", [False, True], ids=["bf16", "autocast"])
+@pytest.mark.parametrize(
+    ("pair", "mixed"),
+    by_turns([name for name in OF_EACH_KIND if name not in ROUTED], [False, True]),
+    indirect=["pair"],
+    ids=lambda value: {False: "bf16", True: "autocast"}.get(value, value),
+)
 def test_bf16_loss_and_gradients_are_no_worse_than_transformers(pair: Pair, mixed: bool) -> None:
     """Against fp64: the loss, each gradient and all together; of parameters in bf16, or in fp32 under autocast.
 
@@ -342,7 +349,7 @@ def test_gemma_says_gelu_and_means_the_tanh_form() -> None:
     assert said.config == meant.config
 
 
-@of_each_kind
+@of_each_layer
 def test_every_module_is_called_by_its_forward(pair: Pair) -> None:
     """In training and in decoding: else hooks, gathers of shards and adapters in its place would be skipped."""
     model, called = pair[2], set[str]()

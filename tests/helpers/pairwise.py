@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,17 @@ def cover(cases: Sequence[Sequence[Hashable]]) -> list[int]:
         chosen.append(best)
         missing &= ~masks[best]
     return sorted(chosen)
+
+
+def by_turns(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """As many tuples as the longest of `axes` has values; the others take turns, so every value of each occurs.
+
+    For parameters that do not interact: a layer and the form of its weights, say.
+
+    Args:
+        axes: the values of the parameters.
+    """
+    return [tuple(axis[index % len(axis)] for axis in axes) for index in range(max(map(len, axes)))]
 
 
 def parameters(item: pytest.Function) -> tuple[Hashable, ...]:

@@ -12,10 +12,10 @@ import ligermodels as lm
 from ligermodels.layers import Block, TreeTokens
 
 TOLERANCE = 1e-5
-STATEFUL = {*HYBRIDS, *MAMBAS, *LATENT, *SHORT_CONVS} & {*OF_EACH_KIND, "qwen3_5_text-other-sizes", "bamba"}
+STATEFUL = {*HYBRIDS, *KIMI, *MAMBAS, *LATENT, *SHORT_CONVS} & {*OF_EACH_KIND, "qwen3_5_text-other-sizes", "bamba"}
 
 
-@pytest.fixture(scope="module", params=sorted(STATEFUL | KIMI))
+@pytest.fixture(scope="module", params=sorted(STATEFUL))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> lm.CausalLM:
     folder = tmp_path_factory.mktemp("model")
     make_checkpoint(folder, {**CONFIGS[request.param], "max_position_embeddings": 512})

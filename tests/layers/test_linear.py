@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from pairwise import by_turns
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from two_ranks import in_two_ranks
@@ -220,8 +221,10 @@ def test_kinds_of_linear_layers_are_named_in_one_file() -> None:
     assert not [name for name, text in texts.items() if swapped.search(text) and "integrations" not in name]
 
 
-@pytest.mark.parametrize("family", ["llama-3", "qwen3", "gemma2", "granite"])
-@pytest.mark.parametrize("kind", [None, "float8", "int4", "nf4"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [*by_turns(["llama-3", "qwen3", "gemma2", "granite"], [None, "float8", "int4", "nf4"]), ("qwen3", None)],
+)
 def test_steps_of_decoding_activate_in_the_kernel(device: str, fused: list[bool], family: str, kind: Any) -> None:
     """Which kernel a layer calls, and with what; tests/ops has its numbers."""
     one_layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
