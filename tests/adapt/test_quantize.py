@@ -48,6 +48,10 @@ def build(name: str = "llama", kind: Any = None, **options: Any) -> lm.CausalLM:
     torch.manual_seed(0)
     config, exclude = MODELS[name]
     model = lm.from_config(config, **options).eval()
+    with torch.no_grad():
+        for name_of, parameter in model.named_parameters():
+            if name_of.endswith("bias"):  # zero at first
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model if kind is None else lm.quantize(model, kind, exclude=exclude)
 
 
