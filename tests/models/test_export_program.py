@@ -47,6 +47,7 @@ def adapted(model: lm.CausalLM, **options: Any) -> lm.CausalLM:
 
 MODELS: dict[str, Callable[[], lm.CausalLM]] = {
     "attention and Mamba2": lambda: built("falcon_h1", num_hidden_layers=1),
+    "LoRA": lambda: adapted(built("qwen2_moe", num_hidden_layers=1), target_modules=["q_proj", "experts"]),
     "QLoRA": lambda: adapted(built("qwen2_moe", "int4", num_hidden_layers=1), target_modules=["q_proj", "experts"]),
     "float8 weights": lambda: built("gemma2", "float8", num_hidden_layers=1),
     "nf4 latent attention": lambda: built("deepseek_v3-without-experts", "nf4", num_hidden_layers=1),
@@ -79,7 +80,7 @@ def test_kimi_delta_attention_without_kernels() -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("name", ["attention and Mamba2", "LoRA of experts"])
+@pytest.mark.parametrize("name", ["attention and Mamba2", "LoRA"])
 def test_training_through_a_program_with_kernels(name: str) -> None:
     """Is an error that says what to do, not gradients of few parameters. Inference needs no `no_grad`."""
     with set_backend(None):
