@@ -94,7 +94,7 @@ def gated_delta_rule(
     if chosen == "triton":
         first = None if cu_seqlens is None else first_tokens(q, cu_seqlens)
         initial = None if initial_state is None else initial_state.float()
-        found: tuple[Tensor, Tensor] = _ByKernels.apply(q, k, v, g, beta, initial, first, final_state)
+        found: tuple[Tensor, Tensor] = _GatedDeltaRule.apply(q, k, v, g, beta, initial, first, final_state)
         return found
     if chosen == "fla":
         return fla.run(*operands, cu_seqlens, final_state)
@@ -102,7 +102,7 @@ def gated_delta_rule(
     return o, state if final_state else o.new_empty(0)
 
 
-class _ByKernels(OpFunction):
+class _GatedDeltaRule(OpFunction):
     """`gated_delta_rule` by kernels for one decay of a head, or for a decay of each key channel. `first`, int32 (T,):
     the first token of each token's packed document, or None. Only the operands are saved."""
 

@@ -27,6 +27,9 @@ def is_plain(*tensors: Any) -> bool:
 
 _library = torch.library.Library("ligermodels", "FRAGMENT")
 
+DISPATCH_KEYS = torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA
+"""The keys of the dispatcher under which ops run their functions."""
+
 
 _keep: dict[Any, Callable[..., bool]] = {}
 """Op -> function of its arguments: whether selective activation checkpointing keeps its results."""
@@ -120,12 +123,15 @@ def custom_op(
 
         def on_autograd(keys: Any, *args: Any) -> Any:
             # A program of torch.export calls the op itself, without the autograd.Function around it.
+            keys = keys & torch._C._after_ADInplaceOrView_keyset
             if _needs_gradient(args):
                 return _WithoutGradient.apply(op, keys, args, *_tensors(args))
+            if keys.highestPriorityTypeId() in DISPATCH_KEYS:  # a compiled graph calls ops often: redispatch costs 3 us
+                return run(*args)
             return _below_autograd(op, keys, *args)
 
-        for key in ("CPU", "CUDA"):
-            _library.impl(name, run, key)
+        for key in DISPATCH_KEYS:
+            _library.impl(name, run, key.name)
         _library.impl(name, on_autograd, "Autograd", with_keyset=True)
         torch.library.register_fake(f"ligermodels::{name}", function, lib=_library)
         if keep is not None:
@@ -167,7 +173,7 @@ def _needs_gradient(args: Sequence[Any]) -> bool:
 
 def _below_autograd(op: Any, keys: Any, *args: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
-        return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
+        return op.redispatch(keys, *args)
 
 
 def _refuse_transforms(name: str) -> None:
