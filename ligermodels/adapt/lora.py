@@ -97,8 +97,8 @@ def add_lora(
     r = check_count("r", r, most=MOST_RANKS)
     check_number("lora_alpha", lora_alpha, positive=True)
     check_flag("experts_shared_outer_loras", experts_shared_outer_loras)
-    chosen = chosen_targets(model, target_modules, target_parameters)
-    modules = chosen_modules(model, modules_to_save, {target.module for target in chosen.values()})
+    chosen = chosen_targets(model, _listed(target_modules), _listed(target_parameters))
+    modules = chosen_modules(model, _listed(modules_to_save), {target.module for target in chosen.values()})
     rows = chosen_rows(model, trainable_token_indices, modules, dtype)
     parts = {path: target.part(path, r, lora_alpha, use_rslora) for path, target in chosen.items()}
     options: dict[str, Any] = {"dropout": lora_dropout, "dtype": dtype, "shared_outer": experts_shared_outer_loras}
@@ -106,6 +106,11 @@ def add_lora(
     initialize_rows(model)
     train_modules(model, modules)
     return model
+
+
+def _listed(names: Any) -> Any:
+    """The names of an iterator as a list, since several loops read them; other arguments as they are."""
+    return list(names) if isinstance(names, Iterator) else names
 
 
 def merge_lora(model: Model, *, dequantize: bool = False) -> Model:

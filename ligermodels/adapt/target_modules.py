@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -44,10 +44,6 @@ def chosen_targets(
         InputError: a name matches nothing, or some experts of a mixture without the others; or two parts overlap.
     """
     names = _Names(model)
-    if isinstance(target_modules, Iterator):
-        target_modules = list(target_modules)  # several loops read it
-    if isinstance(target_parameters, Iterator):
-        target_parameters = list(target_parameters)
     paths = [*names.of_modules(target_modules), *names.of_parameters(target_parameters)]
     if not paths:
         raise InputError("target_modules: is empty; name a linear layer")

@@ -194,10 +194,13 @@ def test_bad_targets(options: dict[str, Any], message: str) -> None:
 
 def test_targets_as_iterators() -> None:
     """An iterator has the names that a list has, although it can be read only once."""
-    names = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
-    model = lm.from_config(CONFIGS["qwen3_moe"])
+    names = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"], "modules_to_save": ["lm_head"]}
+    model, other = (lm.from_config(CONFIGS["qwen3_moe"]) for _ in range(2))
     lm.add_lora(model, r=2, **{option: iter(wanted) for option, wanted in names.items()})
-    assert adapted(model) == adapted(lm.add_lora(lm.from_config(CONFIGS["qwen3_moe"]), r=2, **names))
+    lm.add_lora(other, r=2, **names)
+    assert adapted(model) == adapted(other)
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in other.parameters()]
+    assert model.modules_to_save
 
 
 def test_no_expert_is_missed_silently() -> None:
