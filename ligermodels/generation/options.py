@@ -238,7 +238,7 @@ def warn_of_greedy(given: Mapping[str, Any]) -> None:
     shaping = {name: given.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
     unused = [f"{name} = {short(x)}" for name, x in shaping.items() if x not in (None, 0, GENERATION[name])]
     if unused:
-        message = f"generate: decoding is greedy, without effect of {', '.join(unused)}; give do_sample=True to sample"
+        message = f"generate: {', '.join(unused)}: without effect in greedy decoding; give do_sample=True to sample"
         warnings.warn(message, UserWarning, stacklevel=4)
 
 

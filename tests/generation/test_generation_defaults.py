@@ -170,7 +170,7 @@ def test_bad_values_are_named(options: dict[str, Any]) -> None:
 def test_options_of_sampling_in_greedy_decoding_are_a_warning() -> None:
     """Those of the call, as in transformers; not those of the checkpoint, and no values without an effect."""
     model = lm.from_config(LLAMA)
-    with pytest.warns(UserWarning, match=r"^generate: decoding is greedy, .* temperature = 0.7, top_p = 0.9; give do_"):
+    with pytest.warns(UserWarning, match=r"^generate: temperature = 0.7, top_p = 0.9: without .*; give do_sample=True"):
         found = model.generate([[3, 1]], 2, temperature=0.7, generation_config={"top_p": 0.9, "top_k": 50})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
