@@ -19,6 +19,11 @@ MORE = {
         ((2, 5, 2, 3), (2, 5, 2), (2,), (2, 5, 1, 4), (2, 5, 1, 4), (2,), (2, 2, 4, 3)),
         (),
     ),
+    "float8_add_rms_norm": Case(
+        lambda x, r, w: ops.float8_add_rms_norm(x, r, w, 1e-6, dtype=torch.float8_e4m3fn),
+        ((16, 64), (16, 64), (64,)),
+        (),
+    ),
     "ssd of a wide state": Case(
         lambda x, dt, a, b, c, d: ops.ssd(x, dt * dt, -a * a, b, c, d),
         ((1, 3, 1, 2), (1, 3, 1), (1,), (1, 3, 1, 130), (1, 3, 1, 130), (1,)),
