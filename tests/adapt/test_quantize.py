@@ -28,20 +28,22 @@ from ligermodels.layers.quantized import QuantizedCompute, quantized_weights
 KINDS = ("float8", "int4", "nf4")
 SIZES = {"hidden_size": 64, "intermediate_size": 150, "head_dim": 16, "num_attention_heads": 4}
 LLAMA: dict[str, Any] = {**BASE, **SIZES, "model_type": "llama", "num_hidden_layers": 3}
+EXPERTS = "gpt_oss, experts with biases"
 MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "llama": (LLAMA, []),
     "qwen2, with biases": ({**LLAMA, "model_type": "qwen2"}, []),
     "gemma2, tied": (CONFIGS["gemma2"], []),
     "deepseek_v3, latent attention, dense and experts": (CONFIGS["deepseek_v3"], []),
-    "gpt_oss, experts with biases": ({**CONFIGS["gpt_oss"], "hidden_size": 140, "intermediate_size": 33}, []),
+    EXPERTS: ({**CONFIGS["gpt_oss"], "hidden_size": 140, "intermediate_size": 33}, []),
     "lfm2, short convolutions": (CONFIGS["lfm2-biases"], []),
     "qwen3_next, Gated DeltaNet and experts": (CONFIGS["qwen3_next"], ["mlp.experts"]),
 }
 
 of_each_model_and_kind = pytest.mark.parametrize(
-    ("name", "kind"), sorted({*product(["llama"], KINDS), *by_turns(list(MODELS), KINDS)})
+    ("name", "kind"), sorted({*product(["llama", EXPERTS], KINDS), *by_turns(list(MODELS), KINDS)})
 )
-"""The form of weights does not depend on the layer that has them: llama has every one, other models one each."""
+"""Linear layers have their weights in one class, and experts in another: llama and one mixture have every form of
+weights, other models one each."""
 
 
 def build(name: str = "llama", kind: Any = None, **options: Any) -> lm.CausalLM:

@@ -215,6 +215,7 @@ def by_plan(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     recurrent_sizes = (
         ("qwen3_5_text", {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "intermediate_size": 96}),
         ("bamba", {"mamba_n_groups": 2, "intermediate_size": 96}),
+        ("kimi_linear", {"intermediate_size": 96, "moe_intermediate_size": 30}),
     )
     for i, (name, fields) in enumerate(recurrent_sizes):
         recurrent = build(name, **fields)
@@ -264,7 +265,7 @@ def test_beside_other_degrees(tmp_path: Path) -> None:
 
 def runs(rank: int, folder: Path, mesh: DeviceMesh, base: Path, data: Path) -> None:
     exact = recipes(base, data)
-    for name in ("stage 1", "mtp", "eagle"):
+    for name in ("lora", "stage 1", "mtp", "eagle"):
         assert run(exact[name].changed({"parallel": {"context": 2}}), folder / name).finished
     file, out = folder / f"{rank}.yaml", folder / "fine-tuning"
     file.write_text(yaml.safe_dump(exact["fine-tuning"].settings()))
@@ -277,7 +278,7 @@ def runs(rank: int, folder: Path, mesh: DeviceMesh, base: Path, data: Path) -> N
 def test_runs_are_those_of_one_process(base: Path, data: Path, tmp_path: Path) -> None:
     in_ranks(2, runs, tmp_path / "two", base, data)
     exact = recipes(base, data)
-    for name in ("fine-tuning", "stage 1", "mtp", "eagle"):
+    for name in ("fine-tuning", "lora", "stage 1", "mtp", "eagle"):
         run(exact[name], tmp_path / "one" / name)
         check_same(tmp_path / "two" / name, tmp_path / "one" / name)
 

@@ -1,4 +1,5 @@
-"""FSDP2, context and tensor parallelism of every kind of layer with every option, on two ranks beside one process."""
+"""FSDP2, context and tensor parallelism of every kind of layer with every option, on two ranks beside one process; and
+decoding with tensor parallelism, in which ranks exchange other tensors than in training."""
 
 import copy
 from pathlib import Path
@@ -7,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from two_ranks import by_first_rank, in_two_ranks, own_parts
+from two_ranks import by_first_rank, in_two_ranks, own_parts, tokens_of_first_rank
 from zoo import CONFIGS, OF_EACH_KIND
 
 import ligermodels as lm
 
 PLANS = [lm.ParallelPlan(shard=2), lm.ParallelPlan(context=2), lm.ParallelPlan(tensor=2)]
+DECODING: dict[str, Any] = {"max_new_tokens": 3, "eos_token_id": [], "pad_token_id": 0}
 
 
 def divisible(config: dict[str, Any]) -> dict[str, Any]:
@@ -37,6 +39,8 @@ def train(rank: int, folder: Path, mesh: DeviceMesh, names: tuple[str, ...]) -> 
                 if wanted.grad is not None:  # also gradients of decays, which are tiny
                     found, own = own_parts(p.grad, wanted.grad)
                     assert ((found - own).abs() <= 1e-6 * wanted.grad.abs().max()).all(), (name, plan, key)
+        tokens = model.generate(ids, **DECODING)
+        assert tokens.equal(tokens_of_first_rank(lambda plain=plain: plain.generate(ids, **DECODING))), name
 
 
 def build(name: str) -> lm.CausalLM:
@@ -46,5 +50,5 @@ def build(name: str) -> lm.CausalLM:
 
 
 @pytest.mark.parametrize("names", [OF_EACH_KIND[::2], OF_EACH_KIND[1::2]], ids=["first", "second"])
-def test_losses_and_every_gradient(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_losses_every_gradient_and_tokens(names: tuple[str, ...], tmp_path: Path) -> None:
     in_two_ranks(train, tmp_path, names)

@@ -57,6 +57,7 @@ def tuning(base: Path, data: Path, **changes: Any) -> FineTuningRecipe:
 def recipes(base: Path, data: Path) -> dict[str, TrainingRecipe]:
     """Of each kind of training. Micro-batches are given, or a rank's share of the batch."""
     share = {"micro_batch_tokens": None}
+    eagle = EagleRecipe().changed({**common(recipe_for(base, data), EagleRecipe), **EXACT, **DRAFT})
     return {
         "fine-tuning": tuning(base, data, **EXACT, **share, validation_tokens=150),
         "lora": tuning(base, data, **EXACT, lora_rank=3, micro_batch_tokens=16),
@@ -65,13 +66,14 @@ def recipes(base: Path, data: Path) -> dict[str, TrainingRecipe]:
         "config": tuning(base / "config.json", data, **EXACT, tokenizer=str(base)),
         "stage 1": recipe_for(base, data, **EXACT),
         "stage 2": recipe_for(base, data, **{**STAGE_2, **EXACT}),
-        "eagle": EagleRecipe().changed({**common(recipe_for(base, data), EagleRecipe), **EXACT, **DRAFT}),
+        "eagle": eagle,
+        "eagle, shared lm_head": eagle.changed({"lm_head": "shared"}),
         "dspark": DSparkRecipe().changed({**common(recipe_for(base, data), DSparkRecipe), **EXACT, **BLOCKS}),
         "mtp": MTPRecipe().changed({**common(recipe_for(base, data), MTPRecipe), **EXACT, "num_steps": 2}),
     }
 
 
-KINDS = ("fine-tuning", "muon", "in the backward pass", "config", "stage 2", "eagle", "dspark", "mtp")
+KINDS = ("fine-tuning", "muon", "in the backward pass", "config", "stage 2", "eagle, shared lm_head", "dspark", "mtp")
 """Of these, one of each kind of trained parameters and of start; the others are in tests of other plans."""
 
 TRAIN: dict[type, Any] = {

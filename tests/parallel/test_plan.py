@@ -201,7 +201,7 @@ def test_every_kind_of_layer_can_be_planned(name: str) -> None:
     less = step_memory(model, 2, 40)
     model.activation_checkpointing = "none"
     whole = step_memory(model, 2, 40)
-    assert less.activations < whole.activations or mode == "selective"
+    assert less.activations <= whole.activations and (less.activations < whole.activations or mode == "selective")
     assert whole.weights == sum(p.nbytes for p in model.parameters())
     assert all(p.grad is None for p in model.parameters())
     try:
