@@ -90,7 +90,11 @@ def without_base(adapter: Path, folder: Path, base: str | None) -> Path:
 # -- to-hf and from-hf -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OF_EACH_LAYER)
+OTHER_LAYOUTS = ("cohere2", "gpt_oss", "llama4_text", "phi3-long")
+"""Heads stored as pairs, experts with interleaved or transposed weights, and projections stored in one tensor."""
+
+
+@pytest.mark.parametrize("name", [*OF_EACH_LAYER, *OTHER_LAYOUTS])
 def test_adapters_of_every_kind_are_exact_both_ways(name: str, tmp_path: Path) -> None:
     base, run_, theirs, ours = (tmp_path / each for each in ("base", "run", "theirs", "ours"))
     make_checkpoint(base, CONFIGS[name])
