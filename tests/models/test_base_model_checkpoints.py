@@ -34,7 +34,7 @@ def without_prefix(folder: Path, prefix: str) -> dict[str, Tensor]:
     return stored
 
 
-@pytest.mark.parametrize("family", EACH_FAMILY[::3])
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_names_without_the_prefix(family: str, tmp_path: Path) -> None:
     """They load, and the usual names are written, which base models of transformers read too."""
     model = lm.from_config(CONFIGS[family])
