@@ -30,7 +30,7 @@ from torch import Tensor
 from ligermodels import ops
 from ligermodels.layers.context import ForwardContext
 from ligermodels.ops.runtime.collectives import Ranks, all_gather_rows, start_all_gather, start_all_to_all
-from ligermodels.ops.runtime.library import OpFunction, once_differentiable
+from ligermodels.ops.runtime.library import once_differentiable
 from ligermodels.ops.runtime.tensors import AsyncHostCopy
 
 Experts = Callable[[Tensor, Tensor], Tensor]
@@ -78,7 +78,7 @@ class Pending:
         return transfer.finish(buffer)
 
 
-class _Start(OpFunction):
+class _Start(torch.autograd.Function):
     """Starts an exchange. Returns a number that orders the backward pass: the buffer changes until the end."""
 
     @staticmethod
@@ -93,7 +93,7 @@ class _Start(OpFunction):
         return (ctx.pending.finished(ctx.pending.gradient),)
 
 
-class _Finish(OpFunction):
+class _Finish(torch.autograd.Function):
     """Waits for the exchange that `_Start` started."""
 
     @staticmethod

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.layers import IGNORE_INDEX
 from ligermodels.layers.sharding import is_fsdp, is_sharded, is_tensor_parallel
-from ligermodels.ops.runtime.library import OpFunction, once_differentiable
+from ligermodels.ops.runtime.library import once_differentiable
 
 Head = Callable[[Tensor], Tensor]
 """Hidden states (..., H) -> logits (..., V)."""
@@ -138,7 +138,7 @@ def _chunks(
     return rows.split(max(1, memory_budget // (WIDE_COPIES * wide.itemsize * vocab_size)))
 
 
-class _Divergence(OpFunction):
+class _Divergence(torch.autograd.Function):
     """The sum over all chunks, with gradients for `hidden` and for the `parameters` of `head`."""
 
     @staticmethod

@@ -19,7 +19,7 @@ from ligermodels.ops.loss.chunks import GradientSum
 from ligermodels.ops.loss.divergence_rows import divergence_in_place
 from ligermodels.ops.loss.divergences import DistillationOptions, DivergenceRows, Labels
 from ligermodels.ops.runtime.dispatch import use_kernels
-from ligermodels.ops.runtime.library import OpFunction, once_differentiable
+from ligermodels.ops.runtime.library import once_differentiable
 
 TORCH_BYTES, KERNEL_BYTES = 28, 12
 """Bytes of a logit and all that is computed from it in a chunk, in torch and by kernels; 4 more with a softcap. Kernels
@@ -109,7 +109,7 @@ def block_losses(
     )
 
 
-class _BlockLosses(OpFunction):
+class _BlockLosses(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, codes: Tensor, code_weight: Tensor, weight: Tensor, teacher: Teacher,

@@ -13,7 +13,6 @@ from torch import Tensor
 import ligermodels
 from ligermodels import ops
 from ligermodels.layers.tokens import take_tokens
-from ligermodels.ops.runtime.library import OpFunction
 
 OFFSETS = (2, 2, 6)
 
@@ -96,8 +95,8 @@ def functions() -> Iterator[type]:
     for module in pkgutil.walk_packages(ligermodels.__path__, "ligermodels."):
         if not module.name.endswith("__main__") and not module.name.startswith("ligermodels.integrations"):
             importlib.import_module(module.name)
-    for kind in [*torch.autograd.Function.__subclasses__(), *OpFunction.__subclasses__()]:
-        if kind.__module__.startswith("ligermodels.") and kind is not OpFunction:
+    for kind in torch.autograd.Function.__subclasses__():
+        if kind.__module__.startswith("ligermodels."):
             yield kind
 
 

@@ -22,7 +22,7 @@ from ligermodels.ops.attention.block_context_kernels import (
 from ligermodels.ops.attention.triton_attention import LOG2_E, MAX_BYTES, kernel_constants, launch_tiles
 from ligermodels.ops.runtime.checks import Signature, check_rising, check_scores
 from ligermodels.ops.runtime.dispatch import checked_on_host, refuse_batch_invariant, use_kernels
-from ligermodels.ops.runtime.library import OpFunction, always, custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import always, custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import empty_gradient, heads_and_strides
 
 OP = "block_context_attention"
@@ -164,7 +164,7 @@ def context_starts(anchors: Tensor, cu_seqlens: Tensor | None, num_tokens: int) 
     return cu_seqlens[torch.bucketize(anchors.clamp(max=num_tokens - 1), cu_seqlens[1:], right=True)]
 
 
-class _BlockContextAttention(OpFunction):
+class _BlockContextAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k_block: Tensor, v_block: Tensor, k_context: Tensor, v_context: Tensor,
                 *options: Any) -> tuple[Tensor, Tensor]:  # fmt: skip

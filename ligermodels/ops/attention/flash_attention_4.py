@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.ops.attention.backend import query_bounds
-from ligermodels.ops.runtime.library import OpFunction, always, custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import always, custom_op, is_fake, once_differentiable
 
 
 def flash_attention_4(
@@ -82,7 +82,7 @@ def _flash_attention_4_backward(
     return dq, dk, dv
 
 
-class _FlashAttention4(OpFunction):
+class _FlashAttention4(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, *options):
         out, lse = _flash_attention_4_forward(q, k, v, *options)

@@ -33,7 +33,7 @@ from ligermodels.ops.attention.triton_attention import (
 )
 from ligermodels.ops.runtime.checks import Signature, check_tensor
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, use_kernels
-from ligermodels.ops.runtime.library import OpFunction, custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import heads_and_strides
 
 OP = "private_key_attention"
@@ -120,7 +120,7 @@ def private_key_attention_reference(
     return out.reshape(batch, length, heads, v.shape[3]).to(q.dtype)
 
 
-class _Merged(OpFunction):
+class _Merged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, scale: float, window: int | None,
                 count: int, *private: Tensor) -> Tensor:  # fmt: skip

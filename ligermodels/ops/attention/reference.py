@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ligermodels.ops.attention.backend import AttentionRequest, Backend, visible
 from ligermodels.ops.runtime.dispatch import set_batch_invariant
-from ligermodels.ops.runtime.library import OpFunction, once_differentiable
+from ligermodels.ops.runtime.library import once_differentiable
 
 ROWS = 16
 
@@ -53,7 +53,7 @@ def _attend(
     return out.reshape(batch, length, heads, v.shape[3]).to(q.dtype)
 
 
-class _BatchInvariant(OpFunction):
+class _BatchInvariant(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, request, cu_seqlens):
         ctx.save_for_backward(q, k, v, sinks, cu_seqlens)

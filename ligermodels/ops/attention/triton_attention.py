@@ -26,7 +26,7 @@ from ligermodels.ops.attention.varlen import VARLEN, compute_capability
 from ligermodels.ops.runtime import dispatch
 from ligermodels.ops.runtime.devices import num_sms, power_of_2_above, shared_memory
 from ligermodels.ops.runtime.dispatch import OutOfResources, set_batch_invariant
-from ligermodels.ops.runtime.library import OpFunction, always, custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import always, custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides
 
 MAX_BYTES = 1024
@@ -66,7 +66,7 @@ def triton_attention(
     return out
 
 
-class _TritonAttention(OpFunction):
+class _TritonAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, *options):
         out, lse = triton_attention_forward(q, k, v, sinks, *options)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.ops.attention.backend import FLASH_HEAD_DIM, HALF, AttentionRequest, Backend, needs_mask, query_bounds
-from ligermodels.ops.runtime.library import OpFunction, always, custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import always, custom_op, is_fake, once_differentiable
 
 _PARAMETERS = {
     "_flash_attention_forward": "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask "
@@ -92,7 +92,7 @@ def _widened(x: Tensor, width: int) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-class _VarlenAttention(OpFunction):
+class _VarlenAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, *options):
         out, lse = _varlen_attention_forward(q, k, v, *options)

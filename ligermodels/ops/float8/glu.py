@@ -18,7 +18,7 @@ from ligermodels.ops.glu.glu_kernels import activation_part, bounded, bounded_gr
 from ligermodels.ops.runtime.devices import power_of_2_above
 from ligermodels.ops.runtime.dispatch import IN_INTERPRETER, tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import OpFunction, custom_op, is_fake, once_differentiable, reject_dtensors
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import count_rows, rows_and_stride
 
 BLOCK = 2048  # pairs of a row at a time
@@ -211,7 +211,7 @@ def _reference(gate_up: Tensor, dy: Tensor | None, options: GLUOptions) -> Tenso
         return torch.autograd.grad(glu_reference(wide, None, options), wide, dy.reshape(-1, dy.shape[-1]).float())[0]
 
 
-class _Float8GLU(OpFunction):
+class _Float8GLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up, dtype, gradient_dtype, tail, options):
         ctx.save_for_backward(gate_up)

@@ -17,7 +17,7 @@ from ligermodels.ops.float8.mm import OUTPUTS, float8_mm
 from ligermodels.ops.float8.scaling import ALIGNMENT, E4M3, E5M2, check_float8_device
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant
-from ligermodels.ops.runtime.library import OpFunction, once_differentiable, reject_dtensors
+from ligermodels.ops.runtime.library import once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import autocast_dtype
 
 
@@ -180,7 +180,7 @@ def _columns(x: Float8Tensor) -> Tensor:
     return x.columns
 
 
-class _Gradients(OpFunction):
+class _Gradients(torch.autograd.Function):
     """The backward pass. Forward returns a placeholder for the result: a shape without memory.
 
     The product is a separate function, after the tensors are saved here. Activation checkpointing recomputes only up to
@@ -215,7 +215,7 @@ class _Gradients(OpFunction):
         return dx, dw, db
 
 
-class _Product(OpFunction):
+class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, a, b, scale_a, scale_b, bias, fast):
         return float8_mm(a, b, scale_a, scale_b, y.dtype, bias, fast_accumulation=fast).view(y.shape)

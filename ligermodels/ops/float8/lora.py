@@ -19,7 +19,7 @@ from ligermodels.ops.float8.tail import low_rank_sum
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.runtime.checks import check_tensor
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant
-from ligermodels.ops.runtime.library import OpFunction, custom_op, is_fake, once_differentiable, reject_dtensors
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import as_rows, autocast_dtype, empty_gradient, under_autocast
 
 
@@ -148,7 +148,7 @@ def _overwritten(wide: Tensor | None) -> Tensor | None:
     return None if wide is None else wide.data
 
 
-class _Float8LoRALinear(OpFunction):
+class _Float8LoRALinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dropped, weight, bias, a, b, scaling, recipe):
         x8 = float8_cast(x, recipe.dtype, by_row=True, tail=weight.tail)

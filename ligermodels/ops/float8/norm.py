@@ -17,7 +17,7 @@ from ligermodels.ops.norm.rms_norm import CastingMode, check_casting_mode, rms_n
 from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import OpFunction, custom_op, is_fake, mark_constants, once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_fake, mark_constants, once_differentiable
 from ligermodels.ops.runtime.tensors import count_rows, empty_like, rows_and_stride
 
 TENSORS = Signature(x="... N+", residual="... N =x ?", weight="N")
@@ -124,7 +124,7 @@ def _reference(x: Tensor, weight: Tensor, eps: float, offset: float, cast_before
     return (y.to(x.dtype).float() if cast_before else y) * (weight.float() + offset), rstd.reshape(x.shape[:-1])
 
 
-class _Float8RMSNorm(OpFunction):
+class _Float8RMSNorm(torch.autograd.Function):
     """(y, sum) of `float8_add_rms_norm`."""
 
     @staticmethod

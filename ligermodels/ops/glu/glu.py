@@ -26,7 +26,7 @@ from ligermodels.ops.glu.glu_kernels import glu_backward_kernel, glu_forward_ker
 from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.devices import power_of_2_above
 from ligermodels.ops.runtime.dispatch import use_kernels
-from ligermodels.ops.runtime.library import OpFunction, Rows, custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import as_dtype, count_rows, elementwise, empty_gradient, rows_and_stride
 
 _TENSORS = Signature(dtensors="replicated", gate="... I", up="... I =gate ?")
@@ -260,7 +260,7 @@ def _glu_backward(
     return dgate, dup
 
 
-class _GLU(OpFunction):
+class _GLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up, options):
         ctx.save_for_backward(gate, up)

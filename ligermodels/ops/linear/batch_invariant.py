@@ -16,7 +16,7 @@ from torch import Tensor
 from ligermodels.ops.runtime.devices import num_sms, pipeline_stages
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import OpFunction, custom_op, is_dtensor, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, count_rows, under_autocast
 
 _WIDE = "AVX512" in torch.backends.cpu.get_cpu_capability()
@@ -45,7 +45,7 @@ def batch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-class _BatchInvariantLinear(OpFunction):
+class _BatchInvariantLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
         need_x, need_weight, _ = ctx.needs_input_grad

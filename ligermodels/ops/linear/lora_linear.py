@@ -10,7 +10,7 @@ from torch import Tensor
 from ligermodels.ops.linear.linear import dense_linear
 from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import set_batch_invariant
-from ligermodels.ops.runtime.library import OpFunction, custom_op, is_dtensor, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import count_rows, empty_gradient, under_autocast
 
 _TENSORS = Signature(x="... K", weight="M K =x", a="r K =x", b="M r =x", bias="M =x ?", dropped="... K =x ?")
@@ -144,7 +144,7 @@ def _update_gradients(
         torch.mm(d_down, a, out=dx)
 
 
-class _LoRALinear(OpFunction):
+class _LoRALinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dropped, weight, bias, a, b, scaling):
         _, _, need_weight, _, need_a, _, _ = ctx.needs_input_grad

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ligermodels.ops.runtime.collectives import all_gather_rows, start_all_gather, start_reduce_scatter
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant
-from ligermodels.ops.runtime.library import OpFunction, custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import empty_gradient, under_autocast
 
 
@@ -105,7 +105,7 @@ def _linear_reduce_scatter_forward(x: Tensor, weight: Tensor, ranks: int, group:
     return output
 
 
-class _AllGatherLinear(OpFunction):
+class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, rows, ranks, group):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
@@ -119,7 +119,7 @@ class _AllGatherLinear(OpFunction):
         return _all_gather_linear_backward(dy, *ctx.saved_tensors, *ctx.exchange, need_x, need_bias)
 
 
-class _LinearReduceScatter(OpFunction):
+class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, ranks, group):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ligermodels.ops.runtime.devices import power_of_2_above
 from ligermodels.ops.runtime.dispatch import tl, triton
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import OpFunction, custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, empty_gradient, empty_like
 
 MAX_KERNEL_WIDTH = 8  # inputs per output W; the kernels hold the W - 1 inputs before each token in registers
@@ -301,7 +301,7 @@ def tree_conv(
     return _causal_conv_tree(x, weight, bias, earlier, parent, depth, silu)
 
 
-class CausalConv(OpFunction):
+class CausalConv(torch.autograd.Function):
     """`causal_conv` of sequences, by the kernels; `first` (T,): first token of each token's packed document, or
     None; `silu`: whether SiLU follows."""
 

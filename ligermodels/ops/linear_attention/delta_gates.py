@@ -15,7 +15,7 @@ from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.devices import num_sms, power_of_2_above
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import OpFunction, custom_op, is_fake, mark_constants, once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_fake, mark_constants, once_differentiable
 from ligermodels.ops.runtime.tensors import empty_gradient, rows_and_stride
 
 MAX_BLOCK = 1024  # decays of a token per program
@@ -241,7 +241,7 @@ def _delta_gates_backward(
     return da, db, drate, dbias
 
 
-class _DeltaGates(OpFunction):
+class _DeltaGates(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b, log_rate, bias, lower_bound):
         ctx.save_for_backward(a, b, log_rate, bias)

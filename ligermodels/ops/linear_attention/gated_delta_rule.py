@@ -31,7 +31,7 @@ from ligermodels.ops.linear_attention.delta_chunks import EPS, gated_delta_chunk
 from ligermodels.ops.linear_attention.scan import TreeUpdates, scan_sequence, scan_tree
 from ligermodels.ops.runtime.checks import Signature, check_rising, check_tensor
 from ligermodels.ops.runtime.dispatch import is_recording, refuse_batch_invariant, use_kernels
-from ligermodels.ops.runtime.library import OpFunction, mark_constants, once_differentiable, reject_dtensors
+from ligermodels.ops.runtime.library import mark_constants, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import without_autocast
 
 BACKENDS = ("auto", "triton", "fla", "reference")
@@ -102,7 +102,7 @@ def gated_delta_rule(
     return o, state if final_state else o.new_empty(0)
 
 
-class _GatedDeltaRule(OpFunction):
+class _GatedDeltaRule(torch.autograd.Function):
     """`gated_delta_rule` by kernels for one decay of a head, or for a decay of each key channel. `first`, int32 (T,):
     the first token of each token's packed document, or None. Only the operands are saved."""
 

@@ -37,7 +37,7 @@ from ligermodels.ops.linear_attention.delta_chunks_forward import (
 )
 from ligermodels.ops.runtime.dispatch import tl
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import OpFunction, custom_op, is_fake, mark_constants, once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_fake, mark_constants, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, empty_gradient, heads_and_strides
 
 HEADS = 16
@@ -246,7 +246,7 @@ def _ssd_chunks_backward(
     return gradients
 
 
-class SSDChunks(OpFunction):
+class SSDChunks(torch.autograd.Function):
     """`ssd` by the kernels; see `run`. Channels of the state do not mix, and y is a sum over them: a wide state is
     computed in parts, with sums in fp32."""
 

@@ -25,7 +25,7 @@ from ligermodels.ops.loss.token_losses import (
 from ligermodels.ops.loss.token_losses_kernels import launch_gradient, launch_rows
 from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import use_kernels
-from ligermodels.ops.runtime.library import OpFunction, custom_op, is_dtensor, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import as_rows
 
 _TENSORS = Signature(logits="... V+", target="... int64", token_weights="... ?")
@@ -187,7 +187,7 @@ def _cross_entropy_backward(
     return gradient
 
 
-class _CrossEntropy(OpFunction):
+class _CrossEntropy(torch.autograd.Function):
     """The packed statistics of `LogitRows`, without entropies."""
 
     @staticmethod

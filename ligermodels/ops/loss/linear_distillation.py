@@ -21,7 +21,7 @@ from ligermodels.ops.loss.linear_head import check_memory_budget, needed_gradien
 from ligermodels.ops.loss.token_losses import Reduction, check_reduction, loss_weights, with_extras
 from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import use_kernels
-from ligermodels.ops.runtime.library import OpFunction, custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import count_rows, under_autocast
 
 OP = "linear_distillation"
@@ -295,7 +295,7 @@ def _linear_distillation(
     return [losses, accepted, agreed, *gradients]
 
 
-class _LinearDistillation(OpFunction):
+class _LinearDistillation(torch.autograd.Function):
     """The reduced loss, or the loss of each row, and the requested statistics; the gradients of the loss are kept as in
     `linear_cross_entropy`."""
 

@@ -32,7 +32,7 @@ from ligermodels.ops.loss.chunks import (
 from ligermodels.ops.loss.row_statistics import rows_in_place
 from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, Reduction, checked_loss_weights
 from ligermodels.ops.runtime.checks import Signature
-from ligermodels.ops.runtime.library import OpFunction, custom_op, is_dtensor, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import empty_like, under_autocast
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def select_rows(valid: Tensor, num_valid: int | None, name: str) -> RowSelection
     return RowSelection(valid.flatten().argsort(descending=True, stable=True)[:num_valid], valid.shape)
 
 
-class _TakeRows(OpFunction):
+class _TakeRows(torch.autograd.Function):
     """Its backward pass copies, because no index occurs twice; the backward pass of torch's indexing sums."""
 
     @staticmethod
@@ -220,7 +220,7 @@ def linear_loss(
     return [losses, *gradients]
 
 
-class LinearLoss(OpFunction):
+class LinearLoss(torch.autograd.Function):
     """The reduced loss of a head, or the weighted loss of each row."""
 
     @staticmethod

@@ -25,7 +25,7 @@ from ligermodels.ops.loss.row_statistics import pack_results, rows_in_place, unp
 from ligermodels.ops.loss.sampler import SamplerOptions, empty_sampler
 from ligermodels.ops.loss.sharded_statistics import IGNORED, local_gradients, local_weights, merge, ranks_of_head
 from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, RowOutputs
-from ligermodels.ops.runtime.library import OpFunction, custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 
 
 def linear_statistics(
@@ -128,7 +128,7 @@ def linear_rows(
     return results
 
 
-class _LinearStatistics(OpFunction):
+class _LinearStatistics(torch.autograd.Function):
     """The packed statistics of `LogitRows`; with a sampler that drops classes also the log masses, without gradient."""
 
     @staticmethod

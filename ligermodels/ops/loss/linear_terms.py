@@ -20,7 +20,6 @@ from ligermodels.ops.loss.token_losses import (
     checked_class_weights,
     with_extras,
 )
-from ligermodels.ops.runtime.library import OpFunction
 
 
 def linear_loss_terms(
@@ -67,7 +66,7 @@ def _reduced(losses: Tensor, reduced: bool) -> Tensor:
     return losses.sum() if reduced else losses
 
 
-class _LinearLossAndMore(OpFunction):
+class _LinearLossAndMore(torch.autograd.Function):
     """`LinearLoss` and the requested statistics, which have no gradients."""
 
     @staticmethod

@@ -24,7 +24,7 @@ from ligermodels.ops.loss.linear_head import LinearHead
 from ligermodels.ops.loss.row_statistics import gradient_in_place, pack_results, rows_in_place, unpack_gradients
 from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, RowGradients, RowOutputs
 from ligermodels.ops.runtime.dispatch import use_kernels
-from ligermodels.ops.runtime.library import OpFunction, once_differentiable
+from ligermodels.ops.runtime.library import once_differentiable
 from ligermodels.ops.runtime.tensors import as_rows
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def local_gradients(gradients: RowGradients, inside: Tensor, shard: "ClassShard"
     )
 
 
-class _ShardedStatistics(OpFunction):
+class _ShardedStatistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, target, class_weights, shard, options, outputs):
         local_target, _, inside = shard.targets(target, options.ignore_index)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import OpFunction, custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import as_rows, contiguous
 
 BLOCK = 1024
@@ -89,7 +89,7 @@ def gather_rows(x: Tensor, index: Tensor, inverse: Tensor, copies: int = 1) -> T
     return take_rows(x, ChosenRows(index, inverse.view(-1, copies)))
 
 
-class _TakeChosen(OpFunction):
+class _TakeChosen(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, choices, rows):
         ctx.save_for_backward(rows)
@@ -101,7 +101,7 @@ class _TakeChosen(OpFunction):
         return (_rows_sum(dy, None, *ctx.saved_tensors),)
 
 
-class _SumChosen(OpFunction):
+class _SumChosen(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, weights, choices, rows):
         ctx.save_for_backward(y if ctx.needs_input_grad[1] else None, weights, choices, rows)

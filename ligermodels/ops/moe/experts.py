@@ -15,7 +15,7 @@ from ligermodels.ops.linear.linear import dense_linear
 from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import is_recording, set_batch_invariant, use_kernels
-from ligermodels.ops.runtime.library import OpFunction, custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import under_autocast
 
 ALIGNMENT = 16  # bytes: rows of the operands of torch's grouped GEMM begin at multiples of this
@@ -164,7 +164,7 @@ def _aligned(x: Tensor) -> Tensor:
     return x if aligned and 1 in x.stride()[-2:] else x.clone(memory_format=torch.contiguous_format)
 
 
-class _GroupedMM(OpFunction):
+class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weights, biases, offsets, kernels):
         need_x, need_weights = ctx.needs_input_grad[:2]

@@ -15,7 +15,7 @@ from ligermodels.ops.norm.norm_rows import backward_launch, forward_launch, load
 from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import OpFunction, custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import as_rows, contiguous, count_rows, empty_gradient, empty_like
 
 TENSORS = Signature(x="... heads N+", z="... heads N =x", weight="N")
@@ -240,7 +240,7 @@ def _gated_rms_norm_backward(
     return dx, dz, dw
 
 
-class _GatedRMSNorm(OpFunction):
+class _GatedRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, z, weight, *options):
         ctx.save_for_backward(x, z, weight)

@@ -14,7 +14,7 @@ from ligermodels.ops.norm.norm_rows import (
 from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import OpFunction, Rows, custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, empty_gradient, empty_like, rows_and_stride
 
 FAR, FAR_FLOAT32 = 16.0, 0.25  # squared deviation from the mean, in variances, beyond which rounding shows
@@ -194,7 +194,7 @@ def _layer_norm_backward(
     return dx, dw, db
 
 
-class _LayerNorm(OpFunction):
+class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
         y, mean, rstd = _layer_norm_forward(x, weight, bias, eps)

@@ -17,15 +17,7 @@ from ligermodels.ops.norm.norm_rows import (
 from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.library import (
-    OpFunction,
-    Rows,
-    custom_op,
-    is_fake,
-    is_plain,
-    mark_constants,
-    once_differentiable,
-)
+from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, is_plain, mark_constants, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, empty_gradient, empty_like, rows_and_stride
 
 CastingMode = Literal["llama", "gemma"]
@@ -289,7 +281,7 @@ def rms_norm_backward(
     return dx, dw
 
 
-class _RMSNorm(OpFunction):
+class _RMSNorm(torch.autograd.Function):
     """`add_rms_norm`, (y, sum), if `return_sum`; else `rms_norm`, y, with the residual added to y."""
 
     @staticmethod

@@ -21,7 +21,7 @@ from ligermodels.ops.quantized.expert_rows import expert_rows, expert_rows_refus
 from ligermodels.ops.quantized.weights import BYTES, GROUP, QuantizedWeight, check_quantized, num_groups
 from ligermodels.ops.runtime.checks import Signature, check_tensor
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant
-from ligermodels.ops.runtime.library import OpFunction, custom_op, is_fake, once_differentiable, reject_dtensors
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import under_autocast
 
 PIECE = 2**26
@@ -198,7 +198,7 @@ def _quantized_grouped_backward(dy: Tensor, codes: Tensor, scales: Tensor, offse
     return dx
 
 
-class _QuantizedGroupedMM(OpFunction):
+class _QuantizedGroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
         ctx.save_for_backward(codes, scales, offsets)

@@ -21,7 +21,7 @@ from ligermodels.ops.quantized.weights import BYTES, GROUP, check_quantized, num
 from ligermodels.ops.runtime.checks import check_tensor
 from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, use_kernels
-from ligermodels.ops.runtime.library import OpFunction, custom_op, is_fake, once_differentiable, reject_dtensors
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import count_rows, under_autocast
 
 PIECE = 2**24
@@ -128,7 +128,7 @@ def _pieces(size: int, other: int, multiple: int) -> Iterator[slice]:
     return (slice(first, min(size, first + count)) for first in range(0, size, count))
 
 
-class _QuantizedLinear(OpFunction):
+class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, codes, scales, bias):
         ctx.save_for_backward(codes, scales)

@@ -12,7 +12,7 @@ from ligermodels.ops.rope.rope_kernels import PROGRAMS, HeadNorms, NormBackward,
 from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.devices import num_sms
 from ligermodels.ops.runtime.dispatch import use_kernels
-from ligermodels.ops.runtime.library import OpFunction, Rows, custom_op, is_fake, mark_constants, once_differentiable
+from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, mark_constants, once_differentiable
 from ligermodels.ops.runtime.tensors import as_dtype, empty_gradient, empty_like
 
 _HEADS = Signature(dtensors="replicated", q="B T Hq D", k="B T Hk D", cos="rows T R", sin="rows T R")
@@ -246,7 +246,7 @@ def _rope_merge(
     return dqkv, dq_norm, dk_norm
 
 
-class _Rope(OpFunction):
+class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin):
         ctx.save_for_backward(cos, sin)
@@ -263,7 +263,7 @@ class _Rope(OpFunction):
         return _rope_rotate(dq, dk if need_k else None, *ctx.saved_tensors, True)
 
 
-class _RopeQKV(OpFunction):
+class _RopeQKV(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, cos, sin, q_norm, k_norm, num_kv_heads, group_size, head_dim, eps, offset, cast_before):
         plain = q_norm is None and k_norm is None

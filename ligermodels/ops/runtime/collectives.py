@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ligermodels.ops.runtime.library import OpFunction, custom_op, is_fake, once_differentiable
+from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 
 _group_named: Callable[[Any], Any] = distributed_c10d._resolve_process_group
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
@@ -166,7 +166,7 @@ class Ranks(NamedTuple):
         return _Exchange.apply(x, "same", "sum", self)
 
 
-class _Exchange(OpFunction):
+class _Exchange(torch.autograd.Function):
     """Moves a tensor one way, and its gradient another way."""
 
     @staticmethod

@@ -145,7 +145,6 @@ def custom_op(
             nonlocal sharded
             if torch.compiler.is_compiling():  # compilers trace no further; torch 2.11 does not take named tuples
                 return op(*[[*each] if isinstance(each, tuple) else each for each in args])
-            _refuse_transforms(name)
             if type(args[0]) not in PLAIN or args[0].is_meta or torch._C._len_torch_dispatch_stack():
                 if not sharded and is_dtensor(args[0]):
                     _sharding().register(op, rows)
@@ -174,24 +173,6 @@ def _needs_gradient(args: Sequence[Any]) -> bool:
 def _below_autograd(op: Any, keys: Any, *args: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
         return op.redispatch(keys, *args)
-
-
-def _refuse_transforms(name: str) -> None:
-    """Raises RuntimeError inside a transform of torch.func: kernels take no tensors of its levels."""
-    if torch._C._are_functorch_transforms_active():
-        raise RuntimeError(
-            f"{name} takes no transforms of torch.func (grad, vmap, jvp, ...): use backward() or torch.autograd.grad, "
-            "once for each sample"
-        )
-
-
-class OpFunction(torch.autograd.Function):
-    """Base class of the autograd.Functions of this project: in a transform of torch.func they raise RuntimeError."""
-
-    @classmethod
-    def apply(cls, *args: Any, **kwargs: Any) -> Any:  # torch.compile calls `forward` instead
-        _refuse_transforms(cls.__name__.strip("_"))
-        return super().apply(*args, **kwargs)
 
 
 class _WithoutGradient(torch.autograd.Function):
