@@ -103,7 +103,7 @@ def test_logits_loss_and_every_gradient(pair: Pair) -> None:
     assert max(errors.values()) < 3 * TOLERANCE, errors
 
 
-@of_each_kind
+@of_each_family
 def test_greedy_tokens_of_a_padded_batch(pair: Pair) -> None:
     _, oracle, model = pair
     ids = tokens(3, 9)
@@ -167,7 +167,7 @@ def test_states_at_every_boundary(pair: Pair) -> None:
         assert not padded.states[mask == 0].any() and not padded.last[mask == 0].any()
 
 
-@of_each_layer
+@of_each_family
 def test_medusa_heads_train_and_decode(pair: Pair) -> None:
     model = pair[2]
     medusa = lm.MedusaModel.from_base(model, num_heads=2)

@@ -31,7 +31,7 @@ CAPABILITIES = {
     "MTP heads": ["archs/test_newer_families.py::test_new_mtp_heads_are_lossless_*"],
     "LoRA": ["adapt/test_adapter_commands.py::test_adapters_of_every_kind_*"],
     "int4": ["archs/test_newer_families.py::test_decoding_in_four_bits_*"],
-    "shard, context, tensor": ["parallel/test_every_kind.py::test_losses_and_every_gradient"],
+    "shard, context, tensor": ["parallel/test_every_kind.py::test_losses_every_gradient_and_tokens"],
 }
 """The tests that show each capability; of which families is in their parameters, or else in their names."""
 
