@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_lora import draw, settings
 from torch import Tensor
 from typer.testing import CliRunner, Result
-from zoo import CONFIGS, OF_EACH_LAYER, make_checkpoint
+from zoo import CONFIGS, OF_EACH_KIND, make_checkpoint
 
 import ligermodels as lm
 from ligermodels.adapt.targets import layouts_of, targets, transformers_layout
@@ -90,11 +90,7 @@ def without_base(adapter: Path, folder: Path, base: str | None) -> Path:
 # -- to-hf and from-hf -------------------------------------------------------------------------------------------------
 
 
-OTHER_LAYOUTS = ("cohere2", "gpt_oss", "llama4_text", "phi3-long")
-"""Heads stored as pairs, experts with interleaved or transposed weights, and projections stored in one tensor."""
-
-
-@pytest.mark.parametrize("name", [*OF_EACH_LAYER, *OTHER_LAYOUTS])
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_adapters_of_every_kind_are_exact_both_ways(name: str, tmp_path: Path) -> None:
     base, run_, theirs, ours = (tmp_path / each for each in ("base", "run", "theirs", "ours"))
     make_checkpoint(base, CONFIGS[name])

@@ -19,7 +19,6 @@ from zoo import (
     MIXTURES,
     NEWER_MIXTURES,
     OF_EACH_KIND,
-    OF_EACH_LAYER,
     gradients_of,
     make_checkpoint,
     plain,
@@ -36,7 +35,6 @@ from ligermodels.verify import verify
 TOLERANCE = 2e-5  # float32 GEMMs add up in orders of the CPU's own
 Pair = tuple[Path, PreTrainedModel, lm.CausalLM]
 of_each_family = pytest.mark.parametrize("pair", sorted({*EACH_FAMILY, *OF_EACH_KIND}), indirect=True)
-of_each_layer = pytest.mark.parametrize("pair", OF_EACH_LAYER, indirect=True)
 of_each_kind = pytest.mark.parametrize("pair", OF_EACH_KIND, indirect=True)
 ROUTED = {
     name
@@ -349,7 +347,7 @@ def test_gemma_says_gelu_and_means_the_tanh_form() -> None:
     assert said.config == meant.config
 
 
-@of_each_layer
+@of_each_kind
 def test_every_module_is_called_by_its_forward(pair: Pair) -> None:
     """In training and in decoding: else hooks, gathers of shards and adapters in its place would be skipped."""
     model, called = pair[2], set[str]()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from zoo import CONFIGS, OF_EACH_KIND, OF_EACH_LAYER, WITHOUT_GATES, make_checkpoint, relative_error
+from zoo import CONFIGS, OF_EACH_KIND, WITHOUT_GATES, make_checkpoint, relative_error
 from zoo_oracles import kept_tensors
 
 import ligermodels as lm
@@ -25,7 +25,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("folder", [name for name in OF_EACH_LAYER if name not in WITHOUT_MTP], indirect=True)
+@pytest.mark.parametrize("folder", [name for name in OF_EACH_KIND if name not in WITHOUT_MTP], indirect=True)
 def test_new_mtp_heads_are_lossless_and_come_back(folder: Path, tmp_path: Path) -> None:
     base = lm.from_pretrained(folder)
     model = lm.MTPModel.from_base(base)
@@ -194,7 +194,7 @@ def test_fields_of_mimo_that_are_refused(fields: dict[str, Any], message: str) -
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("folder", OF_EACH_LAYER, indirect=True)
+@pytest.mark.parametrize("folder", OF_EACH_KIND, indirect=True)
 def test_decoding_in_four_bits_is_that_of_the_dequantised_weights(folder: Path) -> None:
     model = lm.from_pretrained(folder, quantize="int4")
     ids = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))

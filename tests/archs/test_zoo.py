@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from zoo import CONFIGS, OF_EACH_KIND, OF_EACH_LAYER
+from zoo import CONFIGS, OF_EACH_KIND
 
 from ligermodels.archs import family_of
 
@@ -27,11 +27,3 @@ def test_few_configs_have_every_kind_of_layer_with_every_option() -> None:
     found = {name: {*options(family_of(config).decoder_config(config))} for name, config in CONFIGS.items()}
     missing = set().union(*found.values()) - set().union(*(found[name] for name in OF_EACH_KIND))
     assert not missing, f"add to OF_EACH_KIND configs with {missing}"
-
-
-def test_fewer_have_every_kind_of_layer() -> None:
-    """Not every scaling of rope, which is a table for all layers alike."""
-    found = {name: {*options(family_of(config).decoder_config(config))} for name, config in CONFIGS.items()}
-    kinds = {name: {kind for kind, *more in each if not more and "Scaling" not in kind} for name, each in found.items()}
-    missing = set().union(*kinds.values()) - set().union(*(kinds[name] for name in OF_EACH_LAYER))
-    assert not missing, f"add to OF_EACH_LAYER configs with {missing}"

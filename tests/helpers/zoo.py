@@ -257,11 +257,6 @@ OF_EACH_KIND = (
 )  # fmt: skip
 """Few configs that together have every kind of layer with every option of its config (tests/archs/test_zoo.py), for
 tests of code that goes by layers, not by families."""
-OF_EACH_LAYER = (
-    "apertus", "bailing_hybrid", "falcon_h1", "gemma4_text-experts", "gemma4_text-per-layer-inputs", "lfm2-biases",
-    "mistral4", "nemotron_h-latent-experts-and-biases", "olmo_hybrid", "qwen2_moe",
-)  # fmt: skip
-"""Fewer that have every kind of layer, for tests of code that reaches layers by what all of them have."""
 HYBRIDS = {name for name, config in CONFIGS.items() if "linear_num_key_heads" in config}
 """Configs with layers of Gated DeltaNet."""
 SHORT_CONVS = {name for name, config in CONFIGS.items() if "conv_L_cache" in config}
