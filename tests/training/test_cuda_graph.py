@@ -103,7 +103,7 @@ def run(
     train(
         model,
         batches(256 if kind == "medusa" else 128),  # the last head has no target for three tokens of a row
-        steps=2,
+        steps=3,
         optimizer=optimizer,
         schedule=warmup_cosine(optimizer, 3, warmup_steps=1),
         on_step=reports.append,
