@@ -90,6 +90,8 @@ ADAPTERS: dict[str, tuple[str, Callable[[], Any]]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "ADALORA": {"total_step": 9},
     "ADAPTION_PROMPT": {"adapter_len": 4, "adapter_layers": 2},
+    "BOFT": {"boft_block_size": 4},
+    "C3A": {"block_size": 4},
     "CARTRIDGE": {"num_virtual_tokens": 4},
     "FOURIERFT": {"n_frequency": 9},
     "MISS": {"r": 4},
@@ -109,7 +111,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "WAVEFT": {"n_frequency": 9},
 }
 """What PEFT's methods need, as sizes that divide those of the tiny model."""
-OPTIONS |= {name: {f"{name.lower()}_block_size".replace("c3a_", ""): 4} for name in ("BOFT", "C3A")}
 WITHOUT = {
     "CPT": "needs logits beside the loss in training",
     "PVERA": "draws noise for padding too",
@@ -117,7 +118,7 @@ WITHOUT = {
 }
 """Methods that are not compared."""
 ADAPTERS |= {
-    f"{kind.value}": ("llama", partial(config, task_type="CAUSAL_LM", **OPTIONS.get(kind.value, {})))
+    kind.value: ("llama", partial(config, task_type="CAUSAL_LM", **OPTIONS.get(kind.value, {})))
     for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
     if kind.value not in WITHOUT
 }
