@@ -1,8 +1,8 @@
 """The chunked kernels of the gated delta rule against the rule in float64: texts, packed documents, all gradients, one
 decay for a head or a decay for each key channel.
 
-What has 16 bits must be as near to the truth as the reference, which computes in float32: within 1.2 times its error.
-What has more (states, gates) may be off by what sums of two halves leave out; see `delta_chunks_forward`.
+The reference computes in float32: errors are within 1.2 times its errors, and the rounding of operands of products to
+bfloat16 (`delta_chunks_forward`); others are not rounded.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from ligermodels.ops.linear_attention import delta_channels, delta_chunks
 
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 BY_CHANNEL = pytest.mark.parametrize("by_channel", [False, True], ids=["one decay", "by channel"])
-WIDE_ERROR = {torch.float32: 1e-5, torch.float16: 1e-4, torch.bfloat16: 1e-4}
+ROUNDING = {torch.float32: 1e-5, torch.float16: 1e-5, torch.bfloat16: 5e-3}
 
 
 class Sizes(NamedTuple):
@@ -80,7 +80,7 @@ def assert_right(
         assert torch.equal(ours, again[name]), f"{name}: a second run gave other bits"
         size = true.norm().item()
         error, theirs = ((x.double() - true).norm().item() for x in (ours, other))
-        bound = 1.2 * theirs + WIDE_ERROR[operand.dtype] * size
+        bound = 1.2 * theirs + ROUNDING[operand.dtype] * size
         assert error <= bound, f"{name}: error {error / size:.2e}, reference {theirs / size:.2e}"
 
 

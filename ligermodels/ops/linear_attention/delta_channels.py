@@ -1,10 +1,10 @@
 """The gated delta rule with a decay for each key channel (Kimi Delta Attention) over sequences, by the project's Triton
 kernels.
 
-The forward pass saves only the operands, and the backward pass recomputes everything else. While they run, both take
-20 K + 512 bytes per token and value head for values within chunks. The backward pass also takes 8 K V / 64 bytes for
-states and their gradients, and some 32 K + 16 V + 512 bytes for gradients within chunks: products of torch in float32,
-or in TF32 where `torch.set_float32_matmul_precision` allows it.
+The forward pass saves only the operands, and the backward pass recomputes everything else. In bfloat16 both take 14 K +
+256 bytes per token and value head, while they run, for values within chunks. The backward pass also takes 4 K V / 64
+bytes for states and their gradients, and some 20 K + 8 V + 256 bytes for gradients within chunks: products of torch. In
+float32 these are float32 too, or TF32 where `torch.set_float32_matmul_precision` allows it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ligermodels.ops.linear_attention.delta_channels_kernels import (
     channel_states_backward_kernel,
     channel_states_kernel,
 )
-from ligermodels.ops.linear_attention.delta_chunks import EPS, MIN_WIDTH, empty_state, halves_of
+from ligermodels.ops.linear_attention.delta_chunks import EPS, MIN_WIDTH, empty_state, operand_dtype
 from ligermodels.ops.linear_attention.delta_chunks_forward import CHUNK
 from ligermodels.ops.runtime.devices import power_of_2_above
 from ligermodels.ops.runtime.library import custom_op, is_symbolic
@@ -40,7 +40,7 @@ TILES: dict[str, dict[str, int]] = {
 
 class _Launch:
     """State shared by the kernels of one call: operands in the form of kernel arguments, sizes, and shared buffers.
-    Buffers are float32 and have the shape (B * R, chunks, ...)."""
+    Buffers have the shape (B * R, chunks, ...), and the dtype of products' operands unless stated otherwise."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None) -> None:
         self.batch, self.tokens, self.heads, self.value_dim = v.shape
@@ -48,11 +48,11 @@ class _Launch:
         self.chunks = -(-self.tokens // CHUNK)
         self.keys = *heads_and_strides(q), *heads_and_strides(k)
         self.v, self.beta, self.first = heads_and_strides(v), beta.contiguous(), first
-        self.half = halves_of(q.dtype)[1]
+        self.dtype, self.operand = operand_dtype(q.dtype)
         self.path = g.new_empty(self.batch * self.heads, self.chunks, CHUNK, self.key_dim, dtype=torch.float64)
         keys, square = (CHUNK, self.key_dim), (CHUNK, CHUNK)
         self.reads, self.known, self.late = (self.of_chunks(*keys) for _ in range(3))
-        self.kept_last = self.of_chunks(self.key_dim)
+        self.kept_last = self.of_chunks(self.key_dim, dtype=torch.float32)
         self.solved, self.attending = self.of_chunks(*square), self.of_chunks(*square)
         self._pairs(g.contiguous())
 
@@ -61,13 +61,13 @@ class _Launch:
         if not self.path.is_meta:
             kernel[grid](*arguments, **constants)
 
-    def of_chunks(self, *shape: int) -> Tensor:
+    def of_chunks(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A buffer of this shape for each chunk and value head."""
-        return self.path.new_empty(self.batch * self.heads, self.chunks, *shape, dtype=torch.float32)
+        return self.path.new_empty(self.batch * self.heads, self.chunks, *shape, dtype=dtype or self.dtype)
 
     def in_chunks(self, x: Tensor) -> Tensor:
         """x (B, T, R, ...) as a buffer, zero after the last token."""
-        x = x.float().transpose(1, 2).flatten(0, 1)
+        x = x.to(self.dtype).transpose(1, 2).flatten(0, 1)
         after = self.chunks * CHUNK - self.tokens
         x = F.pad(x, (*[0] * (2 * x.dim() - 4), 0, after)) if after else x
         return x.unflatten(1, (self.chunks, CHUNK))
@@ -78,7 +78,7 @@ class _Launch:
 
     def tiles(self, name: str) -> dict[str, Any]:
         """Constants of the named kernel; tiles are no wider than its tensors."""
-        constants: dict[str, Any] = {"HALF": self.half, "CHUNK": CHUNK, **TILES[name]}
+        constants: dict[str, Any] = {"OPERAND": self.operand, "CHUNK": CHUNK, **TILES[name]}
         keys, values = (max(power_of_2_above(size), MIN_WIDTH) for size in (self.key_dim, self.value_dim))
         constants["BLOCK_K"] = min(constants.get("BLOCK_K", keys), keys)
         if "BLOCK_V" in constants:
@@ -185,10 +185,11 @@ def channel_delta_backward(
     with without_autocast(v):
         da, dm = (dx @ updates.mT).neg_(), do @ updates.mT
         dread, dknown, dlate = do @ states.mT, dx @ states.mT, updates @ dstates.mT
-    dkept_last = (states * dstates).sum(-1)
-    dweight = (dx * launch.in_chunks(v)).sum(-1) - (dknown * launch.known).sum(-1)
+    wide = torch.float32
+    dkept_last = (states * dstates).sum(-1, dtype=wide)
+    dweight = (dx * launch.in_chunks(v)).sum(-1, dtype=wide) - (dknown * launch.known).sum(-1, dtype=wide)
     dknown *= -launch.in_chunks(beta)[..., None]
-    dquery, dkey, of_pairs = launch.of_chunks(*keys), launch.of_chunks(*keys), launch.of_chunks(CHUNK)
+    dquery, dkey, of_pairs = (launch.of_chunks(*shape, dtype=wide) for shape in (keys, keys, (CHUNK,)))
     launch.pairs_backward(dread, dknown, dlate, dkept_last, da, dm, dquery, dkey, dg, of_pairs)
     dbeta = launch.in_tokens(dweight + of_pairs).to(beta.dtype).contiguous()
     dq = launch.gradient_of_heads(q, dquery, q.shape[3] ** -0.5)

@@ -14,11 +14,11 @@ left and a right half, of 2^l tokens each: a pair is on the level on which token
 right half of one block. With G at the end of the left half, in between, decay_ijc is the product of a factor of token i
 and a factor of token j, none of them above 1.
 
-Precision: see `delta_chunks_forward`. All buffers are float32. The first operand of each product is computed, so it is
+Precision: see `delta_chunks_forward`. The first operand of each product is computed, so it is
 in registers, and the second operands of a kernel have rows of one length: see `delta_chunks.MIN_WIDTH`.
 """
 
-from ligermodels.ops.linear_attention.delta_chunks_forward import ancestors_of_chunk, inverse, product, split
+from ligermodels.ops.linear_attention.delta_chunks_forward import ancestors_of_chunk, inverse, product
 from ligermodels.ops.runtime.dispatch import tl, triton
 from ligermodels.ops.runtime.launcher import kernel
 
@@ -88,7 +88,7 @@ def channel_paths_kernel(g, path, T, K, heads, chunks, CHUNK: tl.constexpr, BLOC
 def channel_pairs_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, path, beta, first, reads, known, late, kept_last, solved,
     attending, T, K, heads, repeats, chunks, scale,
-    PACKED: tl.constexpr, HALF: tl.constexpr, EPS: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr,
+    PACKED: tl.constexpr, OPERAND: tl.constexpr, EPS: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Each program takes a chunk of a head. It writes Q' to `reads`, K' to `known`, K'' to `late`, the decay of the
@@ -114,31 +114,29 @@ def channel_pairs_kernel(
         query, key = query * query_factor[:, None], key * key_factor[:, None]
         out = n[:, None] * K + i[None, :]
         kept, to_last, over_chunk = decays_of_channels(path, out, i, first, start, n, T, K, PACKED)
-        tl.store(reads + out, query * kept, mask=of_out)
-        tl.store(known + out, key * kept, mask=of_out)
-        tl.store(late + out, key * to_last, mask=of_out)
+        tl.store(reads + out, (query * kept).to(OPERAND), mask=of_out)
+        tl.store(known + out, (key * kept).to(OPERAND), mask=of_out)
+        tl.store(late + out, (key * to_last).to(OPERAND), mask=of_out)
         tl.store(kept_last + tile * K + i, over_chunk, mask=i < K)
         own += tl.sum(query * key, axis=1)
         for level in tl.range(0, LEVELS, num_stages=1):
             right, left, pairs = halves_of_level(path, out, i, n, level, K)
-            high_b, low_b = split(tl.trans(key * left), HALF)
-            high, low = split(key * right, HALF)
-            alike += tl.where(pairs, product(high, low, high_b, low_b, zeros, HALF), 0.0)
-            high, low = split(query * right, HALF)
-            attends += tl.where(pairs, product(high, low, high_b, low_b, zeros, HALF), 0.0)
+            earlier = tl.trans((key * left).to(OPERAND))
+            alike += tl.where(pairs, product(key * right, earlier, zeros, OPERAND), 0.0)
+            attends += tl.where(pairs, product(query * right, earlier, zeros, OPERAND), 0.0)
     above = ancestors_of_chunk(first, start, n, T, PACKED)
     weight = tl.load(beta + (batch * T + start + n) * heads + head, mask=is_token, other=0.0).to(tl.float32)
     attends = tl.where(n[:, None] == n[None, :], own[:, None], attends)
     square = tile * CHUNK * CHUNK + n[:, None] * CHUNK + n[None, :]
-    tl.store(attending + square, tl.where(above, attends, 0.0))
-    tl.store(solved + square, inverse(tl.where(above, alike * weight[:, None], 0.0), HALF))
+    tl.store(attending + square, tl.where(above, attends, 0.0).to(OPERAND))
+    tl.store(solved + square, inverse(tl.where(above, alike * weight[:, None], 0.0), OPERAND).to(OPERAND))
 
 
 @kernel
 def channel_states_kernel(
     reads, known, late, kept_last, solved, attending, v, v_batch, v_token, v_head, beta, initial, out, final, states,
     updates, T, K, V, heads, chunks, blocks,
-    HALF: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
+    OPERAND: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK_V columns of the state of a head, from the first chunk to the last: with OUTPUT it
@@ -164,27 +162,21 @@ def channel_states_kernel(
         of_values = is_token[:, None] & of_columns
         value = tl.load(v + (start + n[:, None]) * v_token + j[None, :], mask=of_values, other=0.0).to(tl.float32)
         weight = tl.load(beta + first_row + n * heads, mask=is_token, other=0.0).to(tl.float32)
-        high_state, low_state = split(state, HALF)
-        high, low = split(tl.load(known + rows, mask=of_keys, other=0.0), HALF)
-        x = weight[:, None] * (value - product(high, low, high_state, low_state, zeros, HALF))
-        high_b, low_b = split(x, HALF)
-        high, low = split(tl.load(solved + tile * CHUNK * CHUNK + square), HALF)
-        u = product(high, low, high_b, low_b, zeros, HALF)
-        high_u, low_u = split(u, HALF)
+        known_rows = tl.load(known + rows, mask=of_keys, other=0.0)
+        x = weight[:, None] * (value - product(known_rows, state, zeros, OPERAND))
+        u = product(tl.load(solved + tile * CHUNK * CHUNK + square), x, zeros, OPERAND)
         if OUTPUT:
-            high, low = split(tl.load(reads + rows, mask=of_keys, other=0.0), HALF)
-            o = product(high, low, high_state, low_state, zeros, HALF)
-            high, low = split(tl.load(attending + tile * CHUNK * CHUNK + square), HALF)
-            o = product(high, low, high_u, low_u, o, HALF)
+            o = product(tl.load(reads + rows, mask=of_keys, other=0.0), state, zeros, OPERAND)
+            o = product(tl.load(attending + tile * CHUNK * CHUNK + square), u, o, OPERAND)
             place = first_row * V + n[:, None] * (heads * V) + j[None, :]
             tl.store(out + place, o.to(out.dtype.element_ty), mask=of_values)
         else:
-            tl.store(states + tile * K * V + matrix, state, mask=of_state)
-            tl.store(updates + tile * CHUNK * V + n[:, None] * V + j[None, :], u, mask=of_columns)
+            tl.store(states + tile * K * V + matrix, state.to(OPERAND), mask=of_state)
+            tl.store(updates + tile * CHUNK * V + n[:, None] * V + j[None, :], u.to(OPERAND), mask=of_columns)
         rows_across = tile * CHUNK * K + n[None, :] * K + i[:, None]
-        high, low = split(tl.load(late + rows_across, mask=across, other=0.0), HALF)
         kept = tl.load(kept_last + tile * K + i, mask=i < K, other=0.0)
-        state = product(high, low, high_u, low_u, state * kept[:, None], HALF)
+        late_rows = tl.load(late + rows_across, mask=across, other=0.0)
+        state = product(late_rows, u, state * kept[:, None], OPERAND)
     if FINAL:
         tl.store(final + row * K * V + matrix, state, mask=of_state)
 
@@ -193,7 +185,7 @@ def channel_states_kernel(
 def channel_states_backward_kernel(
     reads, known, late, kept_last, solved, attending, dout, dout_batch, dout_token, dout_head, beta, dfinal, dv,
     dstates, dx, dinitial, T, K, V, heads, chunks, blocks,
-    HALF: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    OPERAND: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK_V columns of the state of a head, from the last chunk to the first: it writes the
@@ -219,28 +211,20 @@ def channel_states_backward_kernel(
         first_row = (batch * T + start) * heads + head
         of_values = is_token[:, None] & of_columns
         do = tl.load(dout + (start + n[:, None]) * dout_token + j[None, :], mask=of_values, other=0.0)
-        high_do, low_do = split(do.to(tl.float32), HALF)
         weight = tl.load(beta + first_row + n * heads, mask=is_token, other=0.0).to(tl.float32)
-        tl.store(dstates + tile * K * V + matrix, dstate, mask=of_state)
-        high_b, low_b = split(dstate, HALF)
+        tl.store(dstates + tile * K * V + matrix, dstate.to(OPERAND), mask=of_state)
         rows = tile * CHUNK * K + n[:, None] * K + i[None, :]
-        high, low = split(tl.load(late + rows, mask=of_keys, other=0.0), HALF)
-        du = product(high, low, high_b, low_b, zeros, HALF)
-        high, low = split(tl.load(attending + tile * CHUNK * CHUNK + transposed), HALF)
-        du = product(high, low, high_do, low_do, du, HALF)
-        high_b, low_b = split(du, HALF)
-        high, low = split(tl.load(solved + tile * CHUNK * CHUNK + transposed), HALF)
-        d = product(high, low, high_b, low_b, zeros, HALF)
-        tl.store(dx + tile * CHUNK * V + n[:, None] * V + j[None, :], d, mask=of_columns)
+        du = product(tl.load(late + rows, mask=of_keys, other=0.0), dstate, zeros, OPERAND)
+        du = product(tl.load(attending + tile * CHUNK * CHUNK + transposed), do, du, OPERAND)
+        d = product(tl.load(solved + tile * CHUNK * CHUNK + transposed), du, zeros, OPERAND)
+        tl.store(dx + tile * CHUNK * V + n[:, None] * V + j[None, :], d.to(OPERAND), mask=of_columns)
         d *= weight[:, None]
         tl.store(dv + first_row * V + n[:, None] * (heads * V) + j[None, :], d.to(dv.dtype.element_ty), mask=of_values)
         rows_across = tile * CHUNK * K + n[None, :] * K + i[:, None]
         kept = tl.load(kept_last + tile * K + i, mask=i < K, other=0.0)
-        high, low = split(tl.load(reads + rows_across, mask=across, other=0.0), HALF)
-        dstate = product(high, low, high_do, low_do, dstate * kept[:, None], HALF)
-        high_b, low_b = split(-d, HALF)
-        high, low = split(tl.load(known + rows_across, mask=across, other=0.0), HALF)
-        dstate = product(high, low, high_b, low_b, dstate, HALF)
+        reads_across = tl.load(reads + rows_across, mask=across, other=0.0)
+        dstate = product(reads_across, do, dstate * kept[:, None], OPERAND)
+        dstate = product(tl.load(known + rows_across, mask=across, other=0.0), -d, dstate, OPERAND)
     if INITIAL:
         tl.store(dinitial + row * K * V + matrix, dstate, mask=of_state)
 
@@ -249,7 +233,7 @@ def channel_states_backward_kernel(
 def channel_pairs_backward_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, path, beta, first, dreads, dknown, dlate, dkept_last, da,
     dm, dq, dk, dg, dbeta, T, K, heads, repeats, chunks, scale,
-    PACKED: tl.constexpr, HALF: tl.constexpr, EPS: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr,
+    PACKED: tl.constexpr, OPERAND: tl.constexpr, EPS: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Each program takes a chunk of a head: from the gradients of Q', K', K'', kept_last, A and M it writes those of
@@ -274,7 +258,7 @@ def channel_pairs_backward_kernel(
     plain, transposed = n[:, None] * CHUNK + n[None, :], n[:, None] + n[None, :] * CHUNK
     da += tile * CHUNK * CHUNK
     dm += tile * CHUNK * CHUNK
-    own = tl.load(dm + n * CHUNK + n)[:, None]
+    own = tl.load(dm + n * CHUNK + n).to(tl.float32)[:, None]
     dweight = tl.zeros([CHUNK], tl.float32)
     zeros = tl.zeros([CHUNK, BLOCK_K], tl.float32)
     for at in range(0, K, BLOCK_K):
@@ -289,18 +273,14 @@ def channel_pairs_backward_kernel(
         for level in tl.range(0, LEVELS, num_stages=1):
             right, left, pairs = halves_of_level(path, out, i, n, level, K)
             pairs &= above
-            high_b, low_b = split(key * left, HALF)
-            high, low = split(tl.load(dm + plain, mask=pairs, other=0.0), HALF)
-            dquery += product(high, low, high_b, low_b, zeros, HALF) * right
-            high, low = split(tl.load(da + plain, mask=pairs, other=0.0), HALF)
-            dlater += product(high, low, high_b, low_b, zeros, HALF) * right
+            earlier = key * left
+            dquery += product(tl.load(dm + plain, mask=pairs, other=0.0), earlier, zeros, OPERAND) * right
+            dlater += product(tl.load(da + plain, mask=pairs, other=0.0), earlier, zeros, OPERAND) * right
             pairs = tl.trans(pairs)
-            high_b, low_b = split(query * right, HALF)
-            high, low = split(tl.load(dm + transposed, mask=pairs, other=0.0), HALF)
-            by_attending = product(high, low, high_b, low_b, zeros, HALF)
-            high_b, low_b = split(key * weight[:, None] * right, HALF)
-            high, low = split(tl.load(da + transposed, mask=pairs, other=0.0), HALF)
-            dearlier += product(high, low, high_b, low_b, by_attending, HALF) * left
+            by_pair = product(tl.load(dm + transposed, mask=pairs, other=0.0), query * right, zeros, OPERAND)
+            later = key * weight[:, None] * right
+            by_pair = product(tl.load(da + transposed, mask=pairs, other=0.0), later, by_pair, OPERAND)
+            dearlier += by_pair * left
         dweight += tl.sum(dlater * key, axis=1)
         dlater *= weight[:, None]
         dpath = query * dquery + key * (dlater - dearlier)
@@ -315,8 +295,9 @@ def channel_pairs_backward_kernel(
         dpath += tl.where((n == CHUNK - 1)[:, None], shrunk[None, :], 0.0)
         tl.store(dq + of_chunk + out, dquery + own * key + by_read, mask=of_out)
         tl.store(dk + of_chunk + out, dlater + dearlier + own * query + by_known + by_late, mask=of_out)
-        high_b, low_b = split(dpath, HALF)
-        high, low = split(tl.trans(above).to(tl.float32), HALF)
-        dgate = product(high, low, high_b, low_b, zeros, HALF, True)
+        # Parts of dpath cancel in these sums: of its two halves, none is rounded.
+        below, half = tl.trans(above).to(tl.float32), dpath.to(OPERAND)
+        dgate = product(below, dpath - half.to(tl.float32), zeros, OPERAND)
+        dgate = product(below, half, dgate, OPERAND)
         tl.store(dg + (first_row + n[:, None] * heads) * K + i[None, :], dgate.to(dg.dtype.element_ty), mask=of_keys)
     tl.store(dbeta + tile * CHUNK + n, dweight)

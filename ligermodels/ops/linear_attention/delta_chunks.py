@@ -1,9 +1,10 @@
 """The gated delta rule over sequences by the project's Triton kernels.
 
-The forward pass saves only the operands, and the backward pass recomputes everything else. While they run, both take
-512 bytes per token and value head for matrices within chunks. The backward pass also takes 8 (K V / 64 + V) bytes per
-token and value head for states and updates, and 8 K bytes per token and key head. At the sizes of Qwen3.5-9B this is 16
-KiB per token in the forward pass and 128 KiB per token in the backward pass, for one layer at a time.
+The forward pass saves only the operands, and the backward pass recomputes everything else. In bfloat16 both take 256
+bytes per token and value head, while they run, for matrices within chunks. The backward pass also takes 4 (K V / 64 +
+V) bytes per token and value head for states and updates, and 8 K bytes per token and key head. At the sizes of
+Qwen3.5-9B this is 8 KiB per token in the forward pass and 72 KiB per token in the backward pass, for one layer at a
+time.
 """
 
 from __future__ import annotations
@@ -84,10 +85,11 @@ def aligned_heads(x: Tensor) -> tuple[Any, ...]:
     return heads
 
 
-def halves_of(dtype: torch.dtype) -> tuple[torch.dtype | None, Any]:
-    """The dtype of the halves of products for operands of `dtype`, for torch and for kernels; None for float32."""
-    if dtype == torch.float32:
-        return None, None
+def operand_dtype(dtype: torch.dtype) -> tuple[torch.dtype, Any]:
+    """The dtype of the operands of products for queries of `dtype`, for torch and for kernels. float16 is no such dtype
+    on a GPU: states may be larger than its largest number."""
+    if dtype != torch.bfloat16:
+        return torch.float32, tl.float32
     # The interpreter has no products of bfloat16.
     return (torch.float16, tl.float16) if INTERPRETED else (torch.bfloat16, tl.bfloat16)
 
@@ -107,13 +109,9 @@ class Launch:
         self.keys = *aligned_heads(q), *aligned_heads(k)
         self.v, self.g, self.beta = heads_and_strides(v), g.contiguous(), beta.contiguous()
         self.initial, self.first, self.scale = contiguous(initial), first, self.key_dim**-0.5
-        half, of_kernels = halves_of(q.dtype)
-        self.dtype, self.planes = (torch.float32, 1) if half is None else (half, 2)
-        self.options = {
-            "DELTA": delta, "PACKED": first is not None, "HALF": of_kernels, "NARROW": q.dtype == half,
-            "PLANES": self.planes, "CHUNK": CHUNK,
-        }  # fmt: skip
-        self.pipelined = half is not None and shared_memory(q.device) >= PIPELINED
+        self.dtype, operand = operand_dtype(q.dtype)
+        self.options = {"DELTA": delta, "PACKED": first is not None, "OPERAND": operand, "CHUNK": CHUNK}
+        self.pipelined = self.dtype != torch.float32 and shared_memory(q.device) >= PIPELINED
         padded = self.chunks * CHUNK
         self.path = q.new_empty(self.rows, padded, dtype=torch.float64)
         self.factors = [q.new_empty(self.batch * self.groups, padded, dtype=torch.float32) for _ in range(2)]
@@ -122,7 +120,7 @@ class Launch:
 
     def of_chunks(self, *shape: int) -> Tensor:
         """A buffer for a matrix of this shape per chunk and value head."""
-        return self.path.new_empty(self.rows, self.chunks, self.planes, *shape, dtype=self.dtype)
+        return self.path.new_empty(self.rows, self.chunks, *shape, dtype=self.dtype)
 
     def tiles(self, name: str, *without: str) -> dict[str, Any]:
         """Constants of the named kernel, `without` the options that it does not take; tiles are no wider than its
@@ -225,7 +223,7 @@ class Launch:
 
     def finish(self, *buffers: Tensor) -> None:
         """buffers: dq and dk, parts of dpath and of dbeta, read; dq, dk, dg, dbeta, written."""
-        tiles = self.tiles("finish", "HALF", "NARROW", "PLANES")
+        tiles = self.tiles("finish", "OPERAND")
         finish_kernel[(self.batch * self.groups * self.chunks,)](
             *self.keys, self.first, *self.factors, *buffers, self.tokens, self.key_dim, self.heads, self.repeats,
             self.chunks, len(buffers[2]), self.path.numel(), self.scale, **tiles,

@@ -18,15 +18,7 @@ q and k are unnormalised. Before the last kernel, dq and dk are gradients with t
 the lengths are factors of rows and columns.
 """
 
-from ligermodels.ops.linear_attention.delta_chunks_forward import (
-    ancestors_of_chunk,
-    decays_of_chunk,
-    load_halves,
-    product,
-    product_of_operands,
-    split,
-    store_halves,
-)
+from ligermodels.ops.linear_attention.delta_chunks_forward import ancestors_of_chunk, decays_of_chunk, product
 from ligermodels.ops.runtime.dispatch import tl
 from ligermodels.ops.runtime.launcher import kernel
 
@@ -36,7 +28,7 @@ def states_backward_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, dout, dout_batch, dout_token, dout_head, beta, first,
     path, q_factor, k_factor, solved, attending, dfinal, dv, dstates, dx, dinitial, T, K, V, heads, repeats, padded,
     blocks,
-    DELTA: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr,
+    DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
     FINAL: tl.constexpr, INITIAL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -45,12 +37,12 @@ def states_backward_kernel(
 
     Args:
         q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, beta, first, path, q_factor, k_factor, solved,
-            attending, DELTA, PACKED, HALF, NARROW, PLANES, CHUNK, BLOCK_K: see `prepare_kernel`.
+            attending, DELTA, PACKED, OPERAND, CHUNK, BLOCK_K: see `prepare_kernel`.
         dout, dout_batch, dout_token, dout_head: gradient of the outputs (B, T, heads, V), and its strides.
         dfinal, dinitial: float32 (B, heads, K, V), gradients of the last state, read, and of the first, written.
         dv: (B, T, heads, V), contiguous; written with DELTA.
-        dstates: gradient of the state after each chunk, (rows, chunks, PLANES, K, V); written.
-        dx: dX of each chunk, (rows, chunks, PLANES, CHUNK, V); written with DELTA.
+        dstates: gradient of the state after each chunk, (rows, chunks, K, V) of OPERAND; written.
+        dx: dX of each chunk, (rows, chunks, CHUNK, V) of OPERAND; written with DELTA.
         T, K, V, heads, repeats, padded, blocks: see `states_kernel`.
         FINAL, INITIAL: whether the last state has a gradient, and the first one needs one.
         BLOCK_V, STAGES: columns of a state per tile, and stages of the loop's pipeline.
@@ -79,7 +71,7 @@ def states_backward_kernel(
         start = tl.cast(chunk, tl.int64) * CHUNK
         there = n < T - start
         ours = (batch * T + start) * heads + head
-        tile = (row * chunks + chunk) * PLANES
+        tile = row * chunks + chunk
         of_keys, of_values = there[:, None] & (i < K)[None, :], there[:, None] & (j < V)[None, :]
         across = there[None, :] & (i < K)[:, None]
         query_across = tl.load(q + start * q_token + n[None, :] * q_token + i[:, None], mask=across, other=0.0)
@@ -87,33 +79,23 @@ def states_backward_kernel(
         query_factor = tl.load(q_factor + factors + start + n)
         kept, to_last, kept_last = decays_of_chunk(path, first, start, n, T, PACKED)
 
-        high_b, low_b = split(dstate, HALF)
-        store_halves(dstates + tile * K * V + matrix, K * V, high_b, low_b, of_state, HALF)
+        tl.store(dstates + tile * K * V + matrix, dstate.to(OPERAND), mask=of_state)
         if DELTA:
             key = tl.load(k + start * k_token + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0)
             key_across = tl.load(k + start * k_token + n[None, :] * k_token + i[:, None], mask=across, other=0.0)
             key_factor = tl.load(k_factor + factors + start + n)
             weight = tl.load(beta + ours + n * heads, mask=there, other=0.0).to(tl.float32)
-            high, low = split(key, HALF)
-            du = product(high, low, high_b, low_b, none, HALF, NARROW) * (to_last * key_factor)[:, None]
-            high, low = load_halves(attending + tile * CHUNK * CHUNK + transposed, CHUNK * CHUNK, None, HALF)
-            high_b, low_b = split(do, HALF)
-            du = product(high, low, high_b, low_b, du, HALF, False, NARROW)
-            high, low = load_halves(solved + tile * CHUNK * CHUNK + transposed, CHUNK * CHUNK, None, HALF)
-            high_b, low_b = split(du, HALF)
-            d = product(high, low, high_b, low_b, none, HALF)
-            high_b, low_b = split(d, HALF)
+            du = product(key, dstate, none, OPERAND) * (to_last * key_factor)[:, None]
+            du = product(tl.load(attending + tile * CHUNK * CHUNK + transposed), do, du, OPERAND)
+            d = product(tl.load(solved + tile * CHUNK * CHUNK + transposed), du, none, OPERAND)
             at = tile * CHUNK * V + n[:, None] * V + j[None, :]
-            store_halves(dx + at, CHUNK * V, high_b, low_b, (j < V)[None, :], HALF)
+            tl.store(dx + at, d.to(OPERAND), mask=(j < V)[None, :])
             d *= weight[:, None]
             tl.store(dv + ours * V + n[:, None] * (heads * V) + j[None, :], d.to(dv.dtype.element_ty), mask=of_values)
-        high, low = split(query_across, HALF)
-        high_b, low_b = split((kept * query_factor)[:, None] * do.to(tl.float32), HALF)
-        dstate = product(high, low, high_b, low_b, dstate * kept_last, HALF, NARROW)
+        by_query = (kept * query_factor)[:, None] * do.to(tl.float32)
+        dstate = product(query_across, by_query, dstate * kept_last, OPERAND)
         if DELTA:
-            high, low = split(key_across, HALF)
-            high_b, low_b = split(-(kept * key_factor)[:, None] * d, HALF)
-            dstate = product(high, low, high_b, low_b, dstate, HALF, NARROW)
+            dstate = product(key_across, -(kept * key_factor)[:, None] * d, dstate, OPERAND)
     if INITIAL:
         tl.store(dinitial + row * K * V + matrix, dstate, mask=of_state)
 
@@ -123,7 +105,7 @@ def pairs_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, dout, dout_batch,
     dout_token, dout_head, beta, first, path, q_factor, k_factor, updates, dx, da, dm, dpath, dbeta,
     T, K, V, heads, repeats, chunks,
-    PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr, CHUNK: tl.constexpr,
+    PACKED: tl.constexpr, OPERAND: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes a chunk of a head, and writes dA, dM, and the parts of dG and dbeta from values and products
@@ -131,11 +113,11 @@ def pairs_kernel(
 
     Args:
         q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, beta, first, path, q_factor, k_factor, T, K, heads,
-            repeats, chunks, PACKED, HALF, NARROW, PLANES, CHUNK, BLOCK_K: see `prepare_kernel`.
+            repeats, chunks, PACKED, OPERAND, CHUNK, BLOCK_K: see `prepare_kernel`.
         v, v_batch, v_token, v_head: values (B, T, heads, V), and their strides.
         dout, dout_batch, dout_token, dout_head: gradient of the outputs (B, T, heads, V), and its strides.
-        updates, dx: U and dX of each chunk, (rows, chunks, PLANES, CHUNK, V).
-        da, dm: dA and dM of each chunk, (rows, chunks, PLANES, CHUNK, CHUNK); written.
+        updates, dx: U and dX of each chunk, (rows, chunks, CHUNK, V) of OPERAND.
+        da, dm: dA and dM of each chunk, (rows, chunks, CHUNK, CHUNK) of OPERAND; written.
         dpath, dbeta: float32 (rows, chunks * CHUNK), parts of dG and of the gradient of beta; written.
         V, BLOCK_V, STAGES: channels of a value, channels of them per tile, and stages of the loop's pipeline.
     """
@@ -148,7 +130,7 @@ def pairs_kernel(
     k += batch * k_batch + head // repeats * k_head + start * k_token
     v += batch * v_batch + head * v_head + start * v_token
     dout += batch * dout_batch + head * dout_head + start * dout_token
-    tile = (row * chunks + chunk) * PLANES
+    tile = row * chunks + chunk
     updates += tile * CHUNK * V
     dx += tile * CHUNK * V
     alike, attends = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -157,36 +139,30 @@ def pairs_kernel(
         j = at + tl.arange(0, BLOCK_V)
         of_values, of_tile = there[:, None] & (j < V)[None, :], (j < V)[None, :]
         do = tl.load(dout + n[:, None] * dout_token + j[None, :], mask=of_values, other=0.0)
-        high_u, low_u = load_halves(updates + n[None, :] * V + j[:, None], CHUNK * V, (j < V)[:, None], HALF)
-        high, low = split(do, HALF)
-        attends = product(high, low, high_u, low_u, attends, HALF, NARROW)
-        high, low = load_halves(dx + n[:, None] * V + j[None, :], CHUNK * V, of_tile, HALF)
-        alike = product(high, low, high_u, low_u, alike, HALF)
+        u_across = tl.load(updates + n[None, :] * V + j[:, None], mask=(j < V)[:, None], other=0.0)
+        attends = product(do, u_across, attends, OPERAND)
+        d = tl.load(dx + n[:, None] * V + j[None, :], mask=of_tile, other=0.0)
+        alike = product(d, u_across, alike, OPERAND)
         value = tl.load(v + n[:, None] * v_token + j[None, :], mask=of_values, other=0.0).to(tl.float32)
-        d = high.to(tl.float32)
-        if HALF is not None:
-            d += low.to(tl.float32)
-        along += tl.sum(d * value, axis=1)
+        along += tl.sum(d.to(tl.float32) * value, axis=1)
     factors = (row // repeats * chunks + chunk) * CHUNK + n
     query_factor, key_factor = tl.load(q_factor + factors), tl.load(k_factor + factors)
     of_row = (row * chunks + chunk) * CHUNK + n
     here = tl.load(path + of_row)
     above = ancestors_of_chunk(first, start, n, T, PACKED)
     decay = tl.where(above, tl.exp((here[:, None] - here[None, :]).to(tl.float32)), 0.0) * key_factor[None, :]
-    square, place = tile * CHUNK * CHUNK, n[:, None] * CHUNK + n[None, :]
+    square = tile * CHUNK * CHUNK + n[:, None] * CHUNK + n[None, :]
     attends *= decay * query_factor[:, None]
-    high, low = split(attends, HALF)
-    store_halves(dm + square + place, CHUNK * CHUNK, high, low, None, HALF)
+    tl.store(dm + square, attends.to(OPERAND))
     of_keys = there[:, None] & (i < K)[None, :]
     key = tl.load(k + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0)
     query = tl.load(q + n[:, None] * q_token + i[None, :], mask=of_keys, other=0.0)
-    key_across, below = tl.trans(key), n[:, None] > n[None, :]
-    of_decay = tl.where(below, attends * product_of_operands(query, key_across, HALF, NARROW), 0.0)
+    key_across, below, none = tl.trans(key), n[:, None] > n[None, :], tl.zeros([CHUNK, CHUNK], tl.float32)
+    of_decay = tl.where(below, attends * product(query, key_across, none, OPERAND), 0.0)
     alike = tl.where(below, alike * decay * -key_factor[:, None], 0.0)
     weight = tl.load(beta + (batch * T + start + n) * heads + head, mask=there, other=0.0).to(tl.float32)
-    high, low = split(alike * weight[:, None], HALF)
-    store_halves(da + square + place, CHUNK * CHUNK, high, low, None, HALF)
-    alike *= product_of_operands(key, key_across, HALF, NARROW)
+    tl.store(da + square, (alike * weight[:, None]).to(OPERAND))
+    alike *= product(key, key_across, none, OPERAND)
     tl.store(dbeta + of_row, along + tl.sum(alike, axis=1))
     of_decay += alike * weight[:, None]
     tl.store(dpath + of_row, tl.sum(of_decay, axis=1) - tl.sum(of_decay, axis=0))
@@ -195,14 +171,14 @@ def pairs_kernel(
 @kernel
 def within_chunks_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, da, dm, dq, dk, T, K, heads, repeats, chunks, blocks,
-    DELTA: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr, CHUNK: tl.constexpr,
+    DELTA: tl.constexpr, OPERAND: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK_K channels of a chunk of a group of heads, and the terms of dQ and dK that come from dM
     and, with DELTA, from dA.
 
     Args:
-        q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, T, K, chunks, DELTA, HALF, NARROW, PLANES, CHUNK,
+        q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, T, K, chunks, DELTA, OPERAND, CHUNK,
             BLOCK_K: see `prepare_kernel`.
         da, dm: as `pairs_kernel` writes them; without DELTA, dm alone.
         dq, dk: float32 (B * heads / repeats, chunks * CHUNK, K), contiguous; written.
@@ -220,23 +196,16 @@ def within_chunks_kernel(
     k += batch * k_batch + group * k_head + start * k_token
     query = tl.load(q + n[:, None] * q_token + i[None, :], mask=of_keys, other=0.0)
     key = tl.load(k + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0)
-    high_key, low_key = split(key, HALF)
-    high_query, low_query = split(query, HALF)
     dquery, dkey = tl.zeros([CHUNK, BLOCK_K], tl.float32), tl.zeros([CHUNK, BLOCK_K], tl.float32)
     plain, transposed = n[:, None] * CHUNK + n[None, :], n[:, None] + n[None, :] * CHUNK
     for head in tl.range(group * repeats, group * repeats + repeats, num_stages=1):
         row = batch * heads + head
-        square = (row * chunks + chunk) * PLANES * CHUNK * CHUNK
-        high, low = load_halves(dm + square + plain, CHUNK * CHUNK, None, HALF)
-        dquery = product(high, low, high_key, low_key, dquery, HALF, False, NARROW)
+        square = (row * chunks + chunk) * CHUNK * CHUNK
+        dquery = product(tl.load(dm + square + plain), key, dquery, OPERAND)
+        dkey = product(tl.load(dm + square + transposed), query, dkey, OPERAND)
         if DELTA:
-            high, low = load_halves(da + square + plain, CHUNK * CHUNK, None, HALF)
-            dkey = product(high, low, high_key, low_key, dkey, HALF, False, NARROW)
-        high, low = load_halves(dm + square + transposed, CHUNK * CHUNK, None, HALF)
-        dkey = product(high, low, high_query, low_query, dkey, HALF, False, NARROW)
-        if DELTA:
-            high, low = load_halves(da + square + transposed, CHUNK * CHUNK, None, HALF)
-            dkey = product(high, low, high_key, low_key, dkey, HALF, False, NARROW)
+            dkey = product(tl.load(da + square + plain), key, dkey, OPERAND)
+            dkey = product(tl.load(da + square + transposed), key, dkey, OPERAND)
     place, inside = n[:, None] * K + i[None, :], (i < K)[None, :]
     of_tokens = (of_group * chunks + chunk) * CHUNK * K
     tl.store(dq + of_tokens + place, dquery, mask=inside)
@@ -248,14 +217,14 @@ def with_states_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, dout, dout_batch,
     dout_token, dout_head, beta, first, path, q_factor, k_factor, states, dstates, updates, dx, dq, dk, dpath, dbeta,
     T, K, V, heads, repeats, chunks, blocks, dpath_block,
-    DELTA: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr,
+    DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds to the dq and dk of `within_chunks_kernel` the terms that come from states and their gradients.
 
     Args:
         q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, beta, first, path, q_factor, k_factor, T, K, heads,
-            repeats, chunks, DELTA, PACKED, HALF, NARROW, PLANES, CHUNK, BLOCK_K: see `prepare_kernel`.
+            repeats, chunks, DELTA, PACKED, OPERAND, CHUNK, BLOCK_K: see `prepare_kernel`.
         v, v_batch, v_token, v_head: values (B, T, heads, V), and their strides. Without DELTA they stand in for the
             updates beta V, and beta multiplies the products.
         dout, dout_batch, dout_token, dout_head: gradient of the outputs (B, T, heads, V), and its strides.
@@ -285,7 +254,7 @@ def with_states_kernel(
     dquery, dkey = none, none
     for head in tl.range(group * repeats, group * repeats + repeats, num_stages=1):
         row = batch * heads + head
-        tile = (row * chunks + chunk) * PLANES
+        tile = row * chunks + chunk
         by_query, by_key, by_update = none, none, none
         shrunk = 0.0
         for at in tl.range(0, V, BLOCK_V, num_stages=STAGES):
@@ -293,28 +262,19 @@ def with_states_kernel(
             of_values, of_tile = there[:, None] & (j < V)[None, :], (j < V)[None, :]
             of_state, matrix = (i < K)[None, :] & (j < V)[:, None], i[None, :] * V + j[:, None]
             row_of_tile = tile * CHUNK * V + n[:, None] * V + j[None, :]
-            high_b, low_b = load_halves(states + tile * K * V + matrix, K * V, of_state, HALF)
+            state = tl.load(states + tile * K * V + matrix, mask=of_state, other=0.0)
             do = tl.load(dout + head * dout_head + n[:, None] * dout_token + j[None, :], mask=of_values, other=0.0)
-            high, low = split(do, HALF)
-            by_query = product(high, low, high_b, low_b, by_query, HALF, NARROW)
+            by_query = product(do, state, by_query, OPERAND)
             if DELTA:
-                high, low = load_halves(dx + row_of_tile, CHUNK * V, of_tile, HALF)
-                by_key = product(high, low, high_b, low_b, by_key, HALF)
-            state = high_b.to(tl.float32)
-            if HALF is not None:
-                state += low_b.to(tl.float32)
-            high_b, low_b = load_halves(dstates + tile * K * V + matrix, K * V, of_state, HALF)
+                d = tl.load(dx + row_of_tile, mask=of_tile, other=0.0)
+                by_key = product(d, state, by_key, OPERAND)
+            dstate = tl.load(dstates + tile * K * V + matrix, mask=of_state, other=0.0)
             if DELTA:
-                high, low = load_halves(updates + row_of_tile, CHUNK * V, of_tile, HALF)
-                by_update = product(high, low, high_b, low_b, by_update, HALF)
+                update = tl.load(updates + row_of_tile, mask=of_tile, other=0.0)
             else:
-                value = tl.load(v + head * v_head + n[:, None] * v_token + j[None, :], mask=of_values, other=0.0)
-                high, low = split(value, HALF)
-                by_update = product(high, low, high_b, low_b, by_update, HALF, NARROW)
-            dstate = high_b.to(tl.float32)
-            if HALF is not None:
-                dstate += low_b.to(tl.float32)
-            shrunk += tl.sum(tl.sum(state * dstate, axis=1), axis=0)
+                update = tl.load(v + head * v_head + n[:, None] * v_token + j[None, :], mask=of_values, other=0.0)
+            by_update = product(update, dstate, by_update, OPERAND)
+            shrunk += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1), axis=0)
         weight = tl.load(beta + (batch * T + start + n) * heads + head, mask=there, other=0.0).to(tl.float32)
         kept, to_last, kept_last = decays_of_chunk(path + row * chunks * CHUNK, first, start, n, T, PACKED)
         key_factor = tl.load(k_factor + of_tokens + n)

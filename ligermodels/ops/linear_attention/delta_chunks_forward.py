@@ -10,11 +10,9 @@ chunk reaches (else 0), and with diagonal matrices written as vectors,
 
 Without DELTA they compute Mamba2 (`ssd`): q and k are not normalised, U = beta V, and T does not exist.
 
-Precision: sums are float32. Queries and keys enter products unnormalised, so these products are exact; their lengths
-are factors applied afterwards. All other operands are float32, split into the sum of two 16-bit numbers, `high` and
-`low`. The product of two such operands leaves out low times low, an error of 2^-16 of each summand. Buffers hold both
-halves, tile by tile, so that tensor cores read them from shared memory without conversion. If q is float32, HALF is
-None: buffers hold float32, and products take three tf32 products.
+Precision: sums are float32, operands of products are rounded to OPERAND: bfloat16 for q in bfloat16, else float32,
+whose products take three TF32 products. Queries and keys enter products unnormalised, so these operands are exact;
+their lengths are factors applied afterwards.
 
 No kernel transposes a result of tensor cores; kernels load transposed instead. On Hopper, Triton 3.4 to 3.7.0 generates
 wrong code for products with such a transpose (fla-org/flash-linear-attention#640, #826).
@@ -28,62 +26,13 @@ CHUNK = 64
 
 
 @triton.jit
-def split(x, HALF: tl.constexpr):
-    """High and low half of x."""
-    if HALF is None:
-        high = x.to(tl.float32)
-        low = high  # never used
+def product(a, b, total, OPERAND: tl.constexpr):
+    """total + a b, float32; a and b are rounded to OPERAND."""
+    if tl.float32 == OPERAND:
+        total = tl.dot(a.to(OPERAND), b.to(OPERAND), total, input_precision="tf32x3")
     else:
-        high = x.to(HALF)
-        low = (x.to(tl.float32) - high.to(tl.float32)).to(HALF)
-    return high, low
-
-
-@triton.jit
-def load_halves(place, plane, mask, HALF: tl.constexpr):
-    """High and low half of a tile in a buffer, at `place` where `mask`; the low halves are `plane` elements after the
-    high ones. HALF: their dtype, or None for float32."""
-    if mask is None:
-        high = tl.load(place)
-        low = high if HALF is None else tl.load(place + plane)
-    else:
-        high = tl.load(place, mask=mask, other=0.0)
-        low = high if HALF is None else tl.load(place + plane, mask=mask, other=0.0)
-    return high, low
-
-
-@triton.jit
-def store_halves(place, plane, high, low, mask, HALF: tl.constexpr):
-    tl.store(place, high, mask=mask)
-    if HALF is not None:
-        tl.store(place + plane, low, mask=mask)
-
-
-@triton.jit
-def product(
-    high_a, low_a, high_b, low_b, total, HALF: tl.constexpr, NARROW_A: tl.constexpr = False,
-    NARROW_B: tl.constexpr = False,
-):  # fmt: skip
-    """total + a b, from the halves high_a, low_a, high_b, low_b in the dtype HALF. NARROW_A, NARROW_B: a or b has no
-    low half."""
-    if HALF is None:
-        total = tl.dot(high_a, high_b, total, input_precision="tf32x3")
-    else:
-        if not NARROW_B:
-            total = tl.dot(high_a, low_b, total)
-        if not NARROW_A:
-            total = tl.dot(low_a, high_b, total)
-        total = tl.dot(high_a, high_b, total)
+        total = tl.dot(a.to(OPERAND), b.to(OPERAND), total)
     return total
-
-
-@triton.jit
-def product_of_operands(a, b, HALF: tl.constexpr, NARROW: tl.constexpr):
-    """a b for two tiles of queries and keys, of the dtype HALF; NARROW: without low halves."""
-    high_a, low_a = split(a, HALF)
-    high_b, low_b = split(b, HALF)
-    none = tl.zeros([a.shape[0], b.shape[1]], tl.float32)
-    return product(high_a, low_a, high_b, low_b, none, HALF, NARROW, NARROW)
 
 
 @triton.jit
@@ -137,7 +86,7 @@ def descendants_of_chunk(first, start, n, T, PACKED: tl.constexpr):
 
 
 @triton.jit
-def inverse(a, HALF: tl.constexpr):
+def inverse(a, OPERAND: tl.constexpr):
     """(1 + a)^-1 for a strictly lower a (C, C), by forward substitution: first in the blocks of the diagonal, column by
     column in float32, all blocks at once; then block row after block row."""
     C: tl.constexpr = a.shape[0]
@@ -154,14 +103,11 @@ def inverse(a, HALF: tl.constexpr):
     inverted = tl.where(diagonal, x[:, :, None, :], tl.zeros([COUNT, BLOCK, COUNT, BLOCK], tl.float32))
     inverted = tl.reshape(inverted, [C, C])
     i = tl.arange(0, C)
-    high_below, low_below = split(tl.where(i[:, None] // BLOCK > i[None, :] // BLOCK, -a, 0.0), HALF)
-    high, low = split(inverted, HALF)
-    below = product(high, low, high_below, low_below, tl.zeros([C, C], tl.float32), HALF)
-    high_below, low_below = split(below, HALF)
+    below = tl.where(i[:, None] // BLOCK > i[None, :] // BLOCK, -a, 0.0)
+    below = product(inverted, below, tl.zeros([C, C], tl.float32), OPERAND)
     found = inverted
     for _ in tl.static_range(COUNT - 1):  # each iteration completes one more row of blocks
-        high, low = split(found, HALF)
-        found = product(high_below, low_below, high, low, inverted, HALF)
+        found = product(below, found, inverted, OPERAND)
     return found
 
 
@@ -169,8 +115,8 @@ def inverse(a, HALF: tl.constexpr):
 def prepare_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, g, beta, first, path, q_factor, k_factor, solved,
     attending, T, K, heads, repeats, chunks, scale,
-    DELTA: tl.constexpr, ATTENDING: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr,
-    PLANES: tl.constexpr, EPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    DELTA: tl.constexpr, ATTENDING: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
+    EPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Each program takes a chunk of a head.
 
@@ -181,7 +127,7 @@ def prepare_kernel(
         first: int32 (T,), first token of each token's document; read with PACKED.
         path: fp64 (rows, chunks * CHUNK), sums of g within chunks and documents, for B * heads rows; written.
         q_factor, k_factor: float32 (B * heads / repeats, chunks * CHUNK), which normalise queries and keys; written.
-        solved, attending: T and M of each chunk, (rows, chunks, PLANES, CHUNK, CHUNK); written with DELTA, with
+        solved, attending: T and M of each chunk, (rows, chunks, CHUNK, CHUNK) of OPERAND; written with DELTA, with
             ATTENDING.
         T, K, heads, repeats, chunks: numbers of tokens, channels of a key, value heads, value heads per key head,
             chunks.
@@ -189,8 +135,7 @@ def prepare_kernel(
         DELTA: whether the delta rule is used; else Mamba2's sum.
         ATTENDING: whether M is written.
         PACKED: whether documents are packed into the row.
-        HALF, PLANES: dtype and number of the halves of a buffer; for float32 None and 1.
-        NARROW: whether queries, keys and values have no low halves.
+        OPERAND: dtype of the operands of products, and of buffers.
         EPS: added to the squared lengths of queries and keys.
         CHUNK, BLOCK_K: tokens of a chunk, and a power of 2 from K on.
     """
@@ -223,18 +168,16 @@ def prepare_kernel(
     tl.store(path + row * chunks * CHUNK + start + n, here)
     decay = tl.where(above, tl.exp((here[:, None] - here[None, :]).to(tl.float32)), 0.0) * key_factor[None, :]
 
-    square = (row * chunks + chunk) * PLANES * CHUNK * CHUNK
-    place = n[:, None] * CHUNK + n[None, :]
-    key_across = tl.trans(key)
+    square = (row * chunks + chunk) * CHUNK * CHUNK + n[:, None] * CHUNK + n[None, :]
+    key_across, none = tl.trans(key), tl.zeros([CHUNK, CHUNK], tl.float32)
     if ATTENDING:
-        attends = product_of_operands(query, key_across, HALF, NARROW) * decay * query_factor[:, None]
-        high, low = split(attends, HALF)
-        store_halves(attending + square + place, CHUNK * CHUNK, high, low, None, HALF)
+        attends = product(query, key_across, none, OPERAND) * decay * query_factor[:, None]
+        tl.store(attending + square, attends.to(OPERAND))
     if DELTA:
         weight = tl.load(beta + ours + n * heads, mask=there, other=0.0).to(tl.float32)
-        alike = product_of_operands(key, key_across, HALF, NARROW) * decay * (key_factor * weight)[:, None]
-        high, low = split(inverse(tl.where(n[:, None] > n[None, :], alike, 0.0), HALF), HALF)
-        store_halves(solved + square + place, CHUNK * CHUNK, high, low, None, HALF)
+        alike = product(key, key_across, none, OPERAND) * decay * (key_factor * weight)[:, None]
+        alike = tl.where(n[:, None] > n[None, :], alike, 0.0)
+        tl.store(solved + square, inverse(alike, OPERAND).to(OPERAND))
 
 
 @kernel
@@ -242,22 +185,22 @@ def states_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, beta, skip, first, path,
     q_factor, k_factor, solved, attending, initial, out, final, states, updates, T, K, V, heads, repeats, padded,
     blocks,
-    DELTA: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr,
-    PLANES: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
+    DELTA: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
+    INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK_V columns of the state of a head, from the first chunk to the last.
 
     Args:
         q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, beta, first, path, q_factor, k_factor, solved,
-            attending, T, K, heads, repeats, DELTA, PACKED, HALF, NARROW, PLANES, CHUNK, BLOCK_K: see `prepare_kernel`.
+            attending, T, K, heads, repeats, DELTA, PACKED, OPERAND, CHUNK, BLOCK_K: see `prepare_kernel`.
         v, v_batch, v_token, v_head: values (B, T, heads, V), and their strides.
         skip: (heads,), factors of v in the outputs; read with SKIP.
         initial, final: float32 (B, heads, K, V), contiguous, the first state, read with INITIAL, and the last, written
             with FINAL.
         out: (B, T, heads, V), contiguous, the outputs; written with OUTPUT.
-        states: the state before each chunk, (rows, chunks, PLANES, K, V); written without OUTPUT.
-        updates: U of each chunk, (rows, chunks, PLANES, CHUNK, V); written without OUTPUT, with DELTA.
+        states: the state before each chunk, (rows, chunks, K, V) of OPERAND; written without OUTPUT.
+        updates: U of each chunk, (rows, chunks, CHUNK, V) of OPERAND; written without OUTPUT, with DELTA.
         V: channels of a value.
         padded: tokens of all chunks of a row. Triton makes a constant of an argument that is 1, and does not pipeline a
             loop of constant length 1, see `MIN_WIDTH`.
@@ -279,7 +222,7 @@ def states_kernel(
     factors = (batch * (heads // repeats) + group) * padded
     of_state = (i < K)[:, None] & (j < V)[None, :]
     matrix = i[:, None] * V + j[None, :]
-    place = n[:, None] * CHUNK + n[None, :]
+    square = n[:, None] * CHUNK + n[None, :]
     if INITIAL:
         state = tl.load(initial + row * K * V + matrix, mask=of_state, other=0.0)
     else:
@@ -289,7 +232,7 @@ def states_kernel(
         start = tl.cast(chunk, tl.int64) * CHUNK
         there = n < T - start
         ours = (batch * T + start) * heads + head
-        tile = (row * chunks + chunk) * PLANES
+        tile = row * chunks + chunk
         of_keys, of_values = there[:, None] & (i < K)[None, :], there[:, None] & (j < V)[None, :]
         of_across = there[None, :] & (i < K)[:, None]
         across = tl.load(k + start * k_token + n[None, :] * k_token + i[:, None], mask=of_across, other=0.0)
@@ -298,35 +241,26 @@ def states_kernel(
         weight = tl.load(beta + ours + n * heads, mask=there, other=0.0).to(tl.float32)
         kept, to_last, kept_last = decays_of_chunk(path, first, start, n, T, PACKED)
 
-        high_state, low_state = split(state, HALF)
+        u = weight[:, None] * value.to(tl.float32)
         if DELTA:
             key = tl.load(k + start * k_token + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0)
-            high, low = split(key, HALF)
-            known = product(high, low, high_state, low_state, none, HALF, NARROW) * (kept * key_factor)[:, None]
-            high_u, low_u = split(weight[:, None] * (value.to(tl.float32) - known), HALF)
-            high, low = load_halves(solved + tile * CHUNK * CHUNK + place, CHUNK * CHUNK, None, HALF)
-            u = product(high, low, high_u, low_u, none, HALF)
-        else:
-            u = weight[:, None] * value.to(tl.float32)
-        high_u, low_u = split(u, HALF)
+            known = product(key, state, none, OPERAND) * (kept * key_factor)[:, None]
+            u -= weight[:, None] * known
+            u = product(tl.load(solved + tile * CHUNK * CHUNK + square), u, none, OPERAND)
         if OUTPUT:
             query = tl.load(q + start * q_token + n[:, None] * q_token + i[None, :], mask=of_keys, other=0.0)
-            high, low = split(query, HALF)
-            o = product(high, low, high_state, low_state, none, HALF, NARROW)
+            o = product(query, state, none, OPERAND)
             o *= (kept * tl.load(q_factor + factors + start + n))[:, None]
-            high, low = load_halves(attending + tile * CHUNK * CHUNK + place, CHUNK * CHUNK, None, HALF)
-            o = product(high, low, high_u, low_u, o, HALF)
+            o = product(tl.load(attending + tile * CHUNK * CHUNK + square), u, o, OPERAND)
             if SKIP:
                 o += tl.load(skip + head).to(tl.float32) * value.to(tl.float32)
             at = ours * V + n[:, None] * (heads * V) + j[None, :]
             tl.store(out + at, o.to(out.dtype.element_ty), mask=of_values)
         else:
-            store_halves(states + tile * K * V + matrix, K * V, high_state, low_state, of_state, HALF)
+            tl.store(states + tile * K * V + matrix, state.to(OPERAND), mask=of_state)
             if DELTA:
                 at = tile * CHUNK * V + n[:, None] * V + j[None, :]
-                store_halves(updates + at, CHUNK * V, high_u, low_u, (j < V)[None, :], HALF)
-        high_u, low_u = split((to_last * key_factor)[:, None] * u, HALF)
-        high, low = split(across, HALF)
-        state = product(high, low, high_u, low_u, state * kept_last, HALF, NARROW)
+                tl.store(updates + at, u.to(OPERAND), mask=(j < V)[None, :])
+        state = product(across, (to_last * key_factor)[:, None] * u, state * kept_last, OPERAND)
     if FINAL:
         tl.store(final + row * K * V + matrix, state, mask=of_state)

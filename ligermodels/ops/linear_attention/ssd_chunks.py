@@ -29,11 +29,7 @@ from ligermodels.ops.linear_attention.delta_chunks_forward import (
     ancestors_of_chunk,
     decays_of_chunk,
     descendants_of_chunk,
-    load_halves,
     product,
-    product_of_operands,
-    split,
-    store_halves,
 )
 from ligermodels.ops.runtime.dispatch import tl
 from ligermodels.ops.runtime.launcher import kernel
@@ -59,7 +55,7 @@ def run(
 def _values_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, dout, dout_batch, dout_token, dout_head, beta, skip,
     first, path, dstates, dv, T, K, V, heads, repeats, chunks,
-    SKIP: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr, PLANES: tl.constexpr,
+    SKIP: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes a chunk of a head. SKIP: `skip` dout is added to dv."""
@@ -80,17 +76,15 @@ def _values_kernel(
     _, to_last, _ = decays_of_chunk(path + row * chunks * CHUNK, first, start, n, T, PACKED)
     after = descendants_of_chunk(first, start, n, T, PACKED)
     decay = tl.where(after, tl.exp((here[None, :] - here[:, None]).to(tl.float32)), 0.0)
-    high_m, low_m = split(product_of_operands(key, tl.trans(query), HALF, NARROW) * decay, HALF)
-    dstates += (row * chunks + chunk) * PLANES * K * V
+    m = product(key, tl.trans(query), tl.zeros([CHUNK, CHUNK], tl.float32), OPERAND) * decay
+    dstates += (row * chunks + chunk) * K * V
     for at in tl.range(0, V, BLOCK_V, num_stages=STAGES):
         j = at + tl.arange(0, BLOCK_V)
         of_values, of_state = there[:, None] & (j < V)[None, :], (i < K)[:, None] & (j < V)[None, :]
         do = tl.load(dout + n[:, None] * dout_token + j[None, :], mask=of_values, other=0.0)
-        high_b, low_b = load_halves(dstates + i[:, None] * V + j[None, :], K * V, of_state, HALF)
-        high, low = split(key, HALF)
-        d = product(high, low, high_b, low_b, tl.zeros([CHUNK, BLOCK_V], tl.float32), HALF, NARROW) * to_last[:, None]
-        high_b, low_b = split(do, HALF)
-        d = product(high_m, low_m, high_b, low_b, d, HALF, False, NARROW) * weight[:, None]
+        dstate = tl.load(dstates + i[:, None] * V + j[None, :], mask=of_state, other=0.0)
+        d = product(key, dstate, tl.zeros([CHUNK, BLOCK_V], tl.float32), OPERAND) * to_last[:, None]
+        d = product(m, do, d, OPERAND) * weight[:, None]
         if SKIP:
             d += tl.load(skip + head).to(tl.float32) * do.to(tl.float32)
         dv_block = dv + ours * V + n[:, None] * (heads * V) + j[None, :]
@@ -101,8 +95,8 @@ def _values_kernel(
 def _group_pairs_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, dout, dout_batch,
     dout_token, dout_head, beta, first, path, dm, dpath, dbeta, dskip, T, K, V, heads, repeats, chunks, slices,
-    GROUPS: tl.constexpr, DSKIP: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr, NARROW: tl.constexpr,
-    PLANES: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    GROUPS: tl.constexpr, DSKIP: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
+    CHUNK: tl.constexpr, HEADS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes a chunk of up to HEADS heads of a group, a slice. GROUPS: it writes the sum of dM over its
@@ -125,7 +119,7 @@ def _group_pairs_kernel(
         key = tl.load(k + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0)
         query = tl.load(q + n[:, None] * q_token + i[None, :], mask=of_keys, other=0.0)
         above = ancestors_of_chunk(first, start, n, T, PACKED)
-        alike = product_of_operands(query, tl.trans(key), HALF, NARROW)
+        alike = product(query, tl.trans(key), total, OPERAND)
         alike_alone = tl.sum(tl.where(n[:, None] == n[None, :], alike, 0.0), axis=0)
         alike = tl.where(n[:, None] > n[None, :], alike, 0.0)
     for head in tl.range(group * repeats + begin, group * repeats + tl.minimum(begin + HEADS, repeats), num_stages=1):
@@ -138,9 +132,7 @@ def _group_pairs_kernel(
             value = tl.load(v + head * v_head + n[:, None] * v_token + j[None, :], mask=of_values, other=0.0)
             alone += tl.sum(do.to(tl.float32) * value.to(tl.float32), axis=1)
             if GROUPS:
-                high, low = split(do, HALF)
-                high_b, low_b = split(tl.trans(value), HALF)
-                attends = product(high, low, high_b, low_b, attends, HALF, NARROW, NARROW)
+                attends = product(do, tl.trans(value), attends, OPERAND)
         if DSKIP:
             tl.store(dskip + row * chunks + chunk, tl.sum(alone, axis=0))
         if GROUPS:
@@ -154,9 +146,8 @@ def _group_pairs_kernel(
             tl.store(dpath + of_row, tl.sum(of_decay * weight[None, :], axis=1) - later * weight)
             total += attends * weight[None, :]
     if GROUPS:
-        high, low = split(total, HALF)
-        square = (of_slice * chunks + chunk) * PLANES * CHUNK * CHUNK
-        store_halves(dm + square + n[:, None] * CHUNK + n[None, :], CHUNK * CHUNK, high, low, None, HALF)
+        square = (of_slice * chunks + chunk) * CHUNK * CHUNK
+        tl.store(dm + square + n[:, None] * CHUNK + n[None, :], total.to(OPERAND))
 
 
 def _values(launch: Launch, dout: Any, dstates: Tensor, dv: Tensor) -> None:
@@ -178,7 +169,7 @@ def _groups(
         of_heads = empty(launch.batch, launch.heads, launch.chunks, dtype=torch.float32)
     if of_groups is not None:
         dpath, dweight, dquery, dkey = launch.gradients()
-        squares = launch.batch * launch.groups * slices, launch.chunks, launch.planes, CHUNK, CHUNK
+        squares = launch.batch * launch.groups * slices, launch.chunks, CHUNK, CHUNK
         dm = empty(squares, dtype=launch.dtype)
         of_pairs = [dm, dpath[-1], dweight[-1]]
     _group_pairs_kernel[(launch.batch * launch.groups * slices * launch.chunks,)](
