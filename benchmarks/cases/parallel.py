@@ -4,6 +4,10 @@ Each case is a model, a plan and the batch of each rank. `--gpus 1 4` runs every
 GPU without a process group. The peer is transformers with Liger's kernels, whose layers are sharded by FSDP2. AdamW in
 bf16 trains all parameters, or LoRA in cases with a `lora_rank`. Speeds are tokens per second and GPU.
 
+Routers with random weights choose few experts for most tokens, so under expert parallelism ranks wait for the one that
+has these experts. `--balanced` gives random experts to each token of our models in place of the routers' choice, as
+routers choose that were trained to balance.
+
 Every number of GPUs is a process group of its own: this command starts torchrun, and rank 0 writes the record.
 """
 
@@ -107,7 +111,16 @@ def peer(case: Case) -> nn.Module:
     return cast(nn.Module, model)
 
 
-def run(case: Case, provider: str, steps: int, profiled: bool = False) -> dict[str, Any]:
+def random_experts(model: lm.CausalLM, ids: torch.Tensor) -> torch.Tensor:
+    """Experts of tokens (B, T), all equally likely: (B, T, layers with experts, experts per token)."""
+    routers = model.decoder.expert_routers.values()
+    if not routers:
+        raise ValueError("--balanced: the model has no experts")
+    scores = [(torch.rand(*ids.shape, router.num_experts, device=ids.device), router.top_k) for router in routers]
+    return torch.stack([score.topk(top_k).indices for score, top_k in scores], dim=2)
+
+
+def run(case: Case, provider: str, steps: int, profiled: bool = False, balanced: bool = False) -> dict[str, Any]:
     """The record of a case on these ranks: median step time, tokens per second and GPU, and peak memory of this rank.
 
     Args:
@@ -115,6 +128,7 @@ def run(case: Case, provider: str, steps: int, profiled: bool = False) -> dict[s
         provider: One of NAMES.
         steps: Number of timed steps.
         profiled: Whether one more step is profiled.
+        balanced: Whether the experts of our models are chosen at random.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     degrees = degrees_of(case, world)
@@ -127,8 +141,10 @@ def run(case: Case, provider: str, steps: int, profiled: bool = False) -> dict[s
     torch.manual_seed(rank // together)
     vocabulary = trees.config_of(case.model, layers=case.layers)["vocab_size"]
     ids = torch.randint(vocabulary, (case.batch, case.length), device=measure.DEVICE)
-    step = trees.training_step(model, optimizer, ids, ids)
+    inputs = {"routing": random_experts(cast(lm.CausalLM, model), ids)} if balanced and provider != PEER else {}
+    step = trees.training_step(model, optimizer, ids, ids, **inputs)
     record = timed(step, steps)
+    record["balanced"] = bool(inputs)
     tokens = case.batch * case.length * world // together
     record["tokens_per_s_per_gpu"] = tokens / world / record["step_ms"] * 1e3
     record["gpus"], record["degrees"] = world, degrees
@@ -169,7 +185,7 @@ def as_a_rank(case: Case, provider: str, arguments: argparse.Namespace) -> None:
         torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", device))
     record: dict[str, Any] = {"case": case.name, "provider": provider, **asdict(case)}
     try:
-        record |= run(case, provider, arguments.steps, arguments.profile)
+        record |= run(case, provider, arguments.steps, arguments.profile, arguments.balanced)
     except Exception as failure:  # A failing peer, out of memory for instance, is a result.
         record |= {"gpus": int(os.environ.get("WORLD_SIZE", 1)), "failed": f"{type(failure).__name__}: {failure}"[:200]}
     if int(os.environ.get("RANK", 0)) == 0:
@@ -190,6 +206,7 @@ def main() -> None:
     parser.add_argument("--providers", nargs="+", default=[OURS, PEER], choices=NAMES)
     parser.add_argument("--steps", type=int, default=5, help="number of timed steps; the median counts")
     parser.add_argument("--profile", action="store_true", help="profile one step, on rank 0")
+    parser.add_argument("--balanced", action="store_true", help="choose experts of our models at random")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     by_name = {case.name: case for case in CASES}
@@ -205,7 +222,8 @@ def main() -> None:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
         command = [sys.executable, *(torchrun if gpus > 1 else []), "-m", "benchmarks", "parallel", case.name, "--rank"]
         command += ["--providers", provider, "--steps", str(arguments.steps)]
-        command += ["--profile"] * arguments.profile + (["--out", str(arguments.out)] if arguments.out else [])
+        command += ["--profile"] * arguments.profile + ["--balanced"] * arguments.balanced
+        command += ["--out", str(arguments.out)] if arguments.out else []
         if subprocess.run(command, check=False).returncode:
             failed.append(f"{case.name}, {provider}, {gpus} GPUs")
     if failed:

@@ -68,7 +68,7 @@ def tokens(config: dict[str, Any], batch: int, length: int, tiny: bool, ignored:
     return ids, torch.where(torch.rand(ids.shape, device=device) < ignored, -100, ids)
 
 
-def training_step(model: Any, optimizer: Any, ids: Any, labels: Any) -> Step:
+def training_step(model: Any, optimizer: Any, ids: Any, labels: Any, **inputs: Any) -> Step:
     """A training step that returns the loss.
 
     Args:
@@ -76,10 +76,11 @@ def training_step(model: Any, optimizer: Any, ids: Any, labels: Any) -> Step:
         optimizer: Its optimizer.
         ids: Token ids.
         labels: Labels.
+        inputs: More arguments of the model's forward pass.
     """
 
     def step() -> Any:
-        loss = model(input_ids=ids, labels=labels).loss
+        loss = model(input_ids=ids, labels=labels, **inputs).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -18,7 +18,17 @@ from zoo import GEMMA4
 import ligermodels as lm
 from benchmarks.__main__ import MODULES
 from benchmarks.cases import all as whole
-from benchmarks.cases import batch_invariant, cpu_decoding, float8_loss, grpo, mixtures, parallel, peers, training
+from benchmarks.cases import (
+    batch_invariant,
+    cpu_decoding,
+    float8_loss,
+    grpo,
+    mixtures,
+    parallel,
+    peers,
+    training,
+    trees,
+)
 from benchmarks.cases import draft as draft_benchmark
 from benchmarks.cases import medusa as medusa_benchmark
 from benchmarks.cases import needed_tokens as needed_tokens_benchmark
@@ -58,6 +68,21 @@ def test_steps_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not parallel.has_peer(case) and parallel.has_peer(parallel.CASES[0])
     experts = dataclasses.replace(case, plan={"expert": 2})
     assert parallel.planned_gib(experts, 1) == parallel.planned_gib(dataclasses.replace(case, plan={}), 1)
+    with pytest.raises(ValueError, match="the model has no experts"):
+        parallel.run(case, parallel.OURS, 1, balanced=True)
+
+
+def test_balanced_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONFIGS, "qwen3-30b-a3b", trees.config_of("qwen3-30b-a3b", tiny=True))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    case = parallel.Case("qwen3-30b-a3b", 1, 300)
+    found = [parallel.run(case, parallel.OURS, 2, balanced=balanced)["balanced"] for balanced in (False, True)]
+    assert found == [False, True]
+    model = lm.from_config(CONFIGS["qwen3-30b-a3b"])
+    experts = parallel.random_experts(model, torch.zeros(2, 300, dtype=torch.long))
+    assert experts.shape == (2, 300, 2, 2) and (experts[..., 0] != experts[..., 1]).all()
+    counts = experts.flatten().bincount(minlength=8)
+    assert counts.min() > 0.8 * counts.max()
 
 
 def test_steps_of_grpo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
