@@ -9,6 +9,7 @@ float32 these are float32 too, or TF32 where `torch.set_float32_matmul_precision
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,20 +23,19 @@ from ligermodels.ops.linear_attention.delta_channels_kernels import (
     channel_states_backward_kernel,
     channel_states_kernel,
 )
-from ligermodels.ops.linear_attention.delta_chunks import EPS, MIN_WIDTH, empty_state, operand_dtype
+from ligermodels.ops.linear_attention.delta_chunks import EPS, empty_state, fitted, most_stages, operand_dtype
 from ligermodels.ops.linear_attention.delta_chunks_forward import CHUNK
-from ligermodels.ops.runtime.devices import power_of_2_above
 from ligermodels.ops.runtime.library import custom_op, is_symbolic
 from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides, without_autocast
 
 TILES: dict[str, dict[str, int]] = {
     "paths": {"BLOCK_K": 64, "num_warps": 4},
     "pairs": {"BLOCK_K": 64, "num_warps": 4},
-    "pairs_backward": {"BLOCK_K": 32, "num_warps": 4},
-    "states": {"BLOCK_V": 32, "num_warps": 4},
-    "states_backward": {"BLOCK_V": 32, "num_warps": 4},
+    "pairs_backward": {"BLOCK_K": 64, "num_warps": 8},
+    "states": {"BLOCK_V": 32, "STAGES": 2, "num_warps": 4},
+    "states_backward": {"BLOCK_V": 32, "STAGES": 2, "num_warps": 4},
 }
-"""Most channels of a tile of keys and of values, and warps."""
+"""Most channels of a tile of keys and of values, most stages of the loop's pipeline, and warps."""
 
 
 class _Launch:
@@ -49,6 +49,7 @@ class _Launch:
         self.keys = *heads_and_strides(q), *heads_and_strides(k)
         self.v, self.beta, self.first = heads_and_strides(v), beta.contiguous(), first
         self.dtype, self.operand = operand_dtype(q.dtype)
+        self.fitted = partial(fitted, sizes=(self.key_dim, self.value_dim), stages=most_stages(q))
         self.path = g.new_empty(self.batch * self.heads, self.chunks, CHUNK, self.key_dim, dtype=torch.float64)
         keys, square = (CHUNK, self.key_dim), (CHUNK, CHUNK)
         self.reads, self.known, self.late = (self.of_chunks(*keys) for _ in range(3))
@@ -78,11 +79,9 @@ class _Launch:
 
     def tiles(self, name: str) -> dict[str, Any]:
         """Constants of the named kernel; tiles are no wider than its tensors."""
-        constants: dict[str, Any] = {"OPERAND": self.operand, "CHUNK": CHUNK, **TILES[name]}
-        keys, values = (max(power_of_2_above(size), MIN_WIDTH) for size in (self.key_dim, self.value_dim))
-        constants["BLOCK_K"] = min(constants.get("BLOCK_K", keys), keys)
+        constants = {"OPERAND": self.operand, "CHUNK": CHUNK, **self.fitted(TILES[name])}
         if "BLOCK_V" in constants:
-            return {**constants, "BLOCK_V": min(constants["BLOCK_V"], values)}
+            return constants
         return {**constants, "PACKED": self.first is not None, "EPS": EPS, "LEVELS": CHUNK.bit_length() - 1}
 
     def _pairs(self, g: Tensor) -> None:
@@ -112,8 +111,9 @@ class _Launch:
         self.launch(
             channel_states_kernel, (self.batch * self.heads * blocks,),
             self.reads, self.known, self.late, self.kept_last, self.solved, self.attending, *self.v, self.beta,
-            initial, out, final, states, updates, self.tokens, self.key_dim, self.value_dim, self.heads, self.chunks,
-            blocks, **tiles, INITIAL=initial is not None, FINAL=final is not None, OUTPUT=out is not None,
+            initial, out, final, states, updates, self.tokens, self.key_dim, self.value_dim, self.heads,
+            self.chunks * CHUNK, blocks, **tiles, INITIAL=initial is not None, FINAL=final is not None,
+            OUTPUT=out is not None,
         )  # fmt: skip
 
     def states_backward(
@@ -126,7 +126,7 @@ class _Launch:
             channel_states_backward_kernel, (self.batch * self.heads * blocks,),
             self.reads, self.known, self.late, self.kept_last, self.solved, self.attending, *heads_and_strides(dout),
             self.beta, dfinal, dv, dstates, dx, dinitial, self.tokens, self.key_dim, self.value_dim, self.heads,
-            self.chunks, blocks, **tiles, FINAL=dfinal is not None, INITIAL=dinitial is not None,
+            self.chunks * CHUNK, blocks, **tiles, FINAL=dfinal is not None, INITIAL=dinitial is not None,
         )  # fmt: skip
 
     def pairs_backward(self, *gradients: Tensor) -> None:

@@ -14,8 +14,7 @@ left and a right half, of 2^l tokens each: a pair is on the level on which token
 right half of one block. With G at the end of the left half, in between, decay_ijc is the product of a factor of token i
 and a factor of token j, none of them above 1.
 
-Precision: see `delta_chunks_forward`. The first operand of each product is computed, so it is
-in registers, and the second operands of a kernel have rows of one length: see `delta_chunks.MIN_WIDTH`.
+Precision, and the rows of operands: see `delta_chunks_forward` and `delta_chunks.MIN_WIDTH`.
 """
 
 from ligermodels.ops.linear_attention.delta_chunks_forward import ancestors_of_chunk, inverse, product
@@ -135,12 +134,13 @@ def channel_pairs_kernel(
 @kernel
 def channel_states_kernel(
     reads, known, late, kept_last, solved, attending, v, v_batch, v_token, v_head, beta, initial, out, final, states,
-    updates, T, K, V, heads, chunks, blocks,
+    updates, T, K, V, heads, padded, blocks,
     OPERAND: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK_V columns of the state of a head, from the first chunk to the last: with OUTPUT it
-    writes the outputs, else the state before each chunk and its `updates`, U."""
+    writes the outputs, else the state before each chunk and its `updates`, U. padded: see `states_kernel`."""
+    chunks = padded // CHUNK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = row // heads, row % heads
     n, i = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
@@ -153,7 +153,7 @@ def channel_states_kernel(
     if INITIAL:
         state = tl.load(initial + row * K * V + matrix, mask=of_state, other=0.0)
     zeros = tl.zeros([CHUNK, BLOCK_V], tl.float32)
-    for chunk in tl.range(0, chunks, num_stages=1):
+    for chunk in tl.range(0, chunks, num_stages=STAGES):
         start = tl.cast(chunk, tl.int64) * CHUNK
         is_token = n < T - start
         tile = row * chunks + chunk
@@ -184,13 +184,14 @@ def channel_states_kernel(
 @kernel
 def channel_states_backward_kernel(
     reads, known, late, kept_last, solved, attending, dout, dout_batch, dout_token, dout_head, beta, dfinal, dv,
-    dstates, dx, dinitial, T, K, V, heads, chunks, blocks,
+    dstates, dx, dinitial, T, K, V, heads, padded, blocks,
     OPERAND: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK_V columns of the state of a head, from the last chunk to the first: it writes the
     gradient dS of the state after each chunk, dX and dV. With dU = M^T dO + K'' dS and dX = T^T dU, the gradient of
-    the state before the chunk is kept_last dS + Q'^T dO - K'^T (beta dX)."""
+    the state before the chunk is kept_last dS + Q'^T dO - K'^T (beta dX). padded: see `states_kernel`."""
+    chunks = padded // CHUNK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = row // heads, row % heads
     n, i = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
@@ -203,7 +204,7 @@ def channel_states_backward_kernel(
     if FINAL:
         dstate = tl.load(dfinal + row * K * V + matrix, mask=of_state, other=0.0)
     zeros = tl.zeros([CHUNK, BLOCK_V], tl.float32)
-    for done in tl.range(0, chunks, num_stages=1):
+    for done in tl.range(0, chunks, num_stages=STAGES):
         chunk = chunks - 1 - done
         start = tl.cast(chunk, tl.int64) * CHUNK
         is_token = n < T - start

@@ -36,11 +36,11 @@ ALIGNED = 16  # elements; see MIN_WIDTH and aligned_heads
 
 TILES: dict[str, Mapping[str, int]] = {
     "prepare": {"num_warps": 4},
-    "states": {"BLOCK_V": 32, "STAGES": 2, "num_warps": 4},
-    "states_backward": {"BLOCK_V": 32, "STAGES": 2, "num_warps": 4},
-    "pairs": {"BLOCK_V": 64, "STAGES": 1, "num_warps": 4},
+    "states": {"BLOCK_V": 32, "STAGES": 3, "num_warps": 4},
+    "states_backward": {"BLOCK_V": 32, "STAGES": 3, "num_warps": 4},
+    "pairs": {"BLOCK_V": 64, "STAGES": 2, "num_warps": 4},
     "within_chunks": {"BLOCK_K": 64, "num_warps": 4},
-    "with_states": {"BLOCK_K": 32, "BLOCK_V": 32, "STAGES": 1, "num_warps": 4},
+    "with_states": {"BLOCK_K": 32, "BLOCK_V": 64, "STAGES": 2, "num_warps": 4},
     "finish": {"num_warps": 4},
     "values": {"BLOCK_V": 64, "STAGES": 1, "num_warps": 4},
     "group_pairs": {"BLOCK_V": 64, "STAGES": 1, "num_warps": 4},
@@ -58,9 +58,8 @@ the second operand, except for its first part, are sums with a wrong register. S
 chunks have both: there the second operand of a product has rows of BLOCK_V channels, and the first operand is in
 registers or is pipelined, so that its address changes from chunk to chunk, and no descriptor shares it."""
 
-PIPELINED = 110 * 2**10
-"""Bytes of shared memory from which loops are pipelined. Without WGMMA, tiles of two stages take 107 KiB, of one stage
-72 KiB."""
+PIPELINED = 110 * 2**10, 200 * 2**10
+"""Bytes of shared memory from which loops are pipelined in two, and in three stages."""
 
 
 def refuses(q: Tensor, *, in_parts: bool = False) -> str | None:
@@ -94,6 +93,24 @@ def operand_dtype(dtype: torch.dtype) -> tuple[torch.dtype, Any]:
     return (torch.float16, tl.float16) if INTERPRETED else (torch.bfloat16, tl.bfloat16)
 
 
+def most_stages(q: Tensor) -> int:
+    """Most stages of the pipelines of loops over chunks, by the operands' dtype and the GPU's shared memory."""
+    if operand_dtype(q.dtype)[0] == torch.float32:
+        return 1
+    return sum(shared_memory(q.device) >= least for least in (0, *PIPELINED))
+
+
+def fitted(tiles: Mapping[str, int], sizes: tuple[int, int], stages: int) -> dict[str, Any]:
+    """Constants of a kernel: its tiles, no wider than keys and values of these sizes, and at most `stages`."""
+    constants = dict(tiles)
+    keys, values = (max(power_of_2_above(size), MIN_WIDTH) for size in sizes)
+    constants["BLOCK_K"] = min(constants.get("BLOCK_K", keys), keys)
+    for name, most in (("BLOCK_V", values), ("STAGES", stages)):
+        if name in constants:
+            constants[name] = min(constants[name], most)
+    return constants
+
+
 class Launch:
     """State shared by the kernels of one call: operands in the form of kernel arguments, sizes, and shared buffers.
     Without `delta` the call is of `ssd`, with its D as `skip`. Without `attending` there is no buffer for M."""
@@ -111,7 +128,7 @@ class Launch:
         self.initial, self.first, self.scale = contiguous(initial), first, self.key_dim**-0.5
         self.dtype, operand = operand_dtype(q.dtype)
         self.options = {"DELTA": delta, "PACKED": first is not None, "OPERAND": operand, "CHUNK": CHUNK}
-        self.pipelined = self.dtype != torch.float32 and shared_memory(q.device) >= PIPELINED
+        self.stages = most_stages(q)
         padded = self.chunks * CHUNK
         self.path = q.new_empty(self.rows, padded, dtype=torch.float64)
         self.factors = [q.new_empty(self.batch * self.groups, padded, dtype=torch.float32) for _ in range(2)]
@@ -126,14 +143,7 @@ class Launch:
         """Constants of the named kernel, `without` the options that it does not take; tiles are no wider than its
         tensors."""
         options = {option: value for option, value in self.options.items() if option not in without}
-        constants: dict[str, Any] = {**options, **TILES[name]}
-        whole_keys, whole_values = (max(power_of_2_above(size), MIN_WIDTH) for size in (self.key_dim, self.value_dim))
-        constants["BLOCK_K"] = min(constants.get("BLOCK_K", whole_keys), whole_keys)
-        if "BLOCK_V" in constants:
-            constants["BLOCK_V"] = min(constants["BLOCK_V"], whole_values)
-        if "STAGES" in constants and not self.pipelined:
-            constants["STAGES"] = 1
-        return constants
+        return {**options, **fitted(TILES[name], (self.key_dim, self.value_dim), self.stages)}
 
     def prepare(self) -> None:
         """Fills the buffers."""
