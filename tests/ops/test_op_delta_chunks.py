@@ -21,7 +21,7 @@ from ligermodels.ops.linear_attention import delta_channels, delta_chunks
 
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 BY_CHANNEL = pytest.mark.parametrize("by_channel", [False, True], ids=["one decay", "by channel"])
-ROUNDING = {torch.float32: 1e-5, torch.float16: 1e-4, torch.bfloat16: 5e-3}
+ROUNDING = {torch.float32: 1e-5, torch.float16: 1e-4, torch.bfloat16: 8e-3}
 
 
 class Sizes(NamedTuple):

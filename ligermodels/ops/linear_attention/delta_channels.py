@@ -35,7 +35,8 @@ TILES: dict[str, dict[str, int]] = {
     "states": {"BLOCK_V": 32, "STAGES": 2, "num_warps": 4},
     "states_backward": {"BLOCK_V": 32, "STAGES": 2, "num_warps": 4},
 }
-"""Most channels of a tile of keys and of values, most stages of the loop's pipeline, and warps."""
+"""Most channels of a tile of keys and of values, most stages of the loop's pipeline, and warps. Kernels of products
+take at least `delta_chunks.MIN_WIDTH` keys: on Hopper "pairs_backward" writes out of bounds with 32."""
 
 
 class _Launch:

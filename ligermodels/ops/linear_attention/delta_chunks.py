@@ -45,8 +45,7 @@ TILES: dict[str, Mapping[str, int]] = {
     "values": {"BLOCK_V": 64, "STAGES": 1, "num_warps": 4},
     "group_pairs": {"BLOCK_V": 64, "STAGES": 1, "num_warps": 4},
 }
-"""Most columns of a tile, most stages of the loop's pipeline, and warps. Tuned for Hopper and K = 128: they need
-at most 190 KiB of shared memory there, and spill few registers or none to local memory."""
+"""Most columns of a tile, most stages of the loop's pipeline, and warps. Tuned for Hopper and K = 128."""
 
 MIN_WIDTH = 64
 """Fewest channels of a tile, except for blocks of a loop, so that its rows in shared memory take 128 bytes or more.
@@ -54,9 +53,9 @@ MIN_WIDTH = 64
 ptxas of CUDA 12.8, shipped with Triton 3.6 and 3.7, computes wrong WGMMA descriptors if two operands use the same
 shared memory one after the other, with rows of different lengths and so with different swizzling: the descriptors of
 the second operand, except for its first part, are sums with a wrong register. So all operands of a kernel have rows of
-128 bytes or more, with the same swizzling, or all have rows of BLOCK_V channels (`with_states_kernel`). Loops over
-chunks have both: there the second operand of a product has rows of BLOCK_V channels, and the first operand is in
-registers or is pipelined, so that its address changes from chunk to chunk, and no descriptor shares it."""
+128 bytes or more, with the same swizzling. Loops over chunks have shorter rows too: there the second operand of a
+product has rows of BLOCK_V channels, and the first operand is in registers or is pipelined, so that its address changes
+from chunk to chunk, and no descriptor shares it."""
 
 PIPELINED = 110 * 2**10, 200 * 2**10
 """Bytes of shared memory from which loops are pipelined in two, and in three stages."""
