@@ -35,7 +35,14 @@ from ligermodels.errors import BackendError, ConfigError, InputError, arguments_
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
 from ligermodels.layers.memory import memory_for
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.models.checkpoint import choose_layout, export_spec, keep_stored_dtypes, open_checkpoint
+from ligermodels.models.checkpoint import (
+    choose_layout,
+    export_spec,
+    has_own_head,
+    keep_stored_dtypes,
+    open_checkpoint,
+    untied,
+)
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.extra_heads import without_heads
 from ligermodels.models.families import family_of, warn_of_other_family
@@ -87,7 +94,8 @@ def from_pretrained(
         name_or_path: hub repo id or local folder.
         dtype: dtype of the parameters, or its name ("bfloat16"). By default, and with "auto", the dtype in config.json.
         device: device of the parameters: a torch device, its name, or the index of a CUDA device. Default: the CPU. On
-            "meta" the checkpoint is checked and no tensor is read.
+            "meta" the checkpoint is checked, and no tensor is read but an LM head that the config ties, if it is stored:
+            with other values than the embedding's it is not tied, and a warning says so.
         torch_dtype: transformers' older name of `dtype`.
         device_map: transformers' name of `device`: a device, `{"": device}`, or "auto" for the current CUDA device (the
             CPU if there is none).
@@ -275,7 +283,10 @@ def from_transformers(
     target = require_device(resolve_device(device, device_map, first.device))
     state = hf_model.state_dict(keep_vars=True)
     fields, _ = without_quantization(hf_config.to_dict())
-    config = _with_attention(family_of(fields).decoder_config(fields), attention)
+    family = family_of(fields)
+    if has_own_head(family.decoder_config(fields), family, state.keys(), state.__getitem__):
+        fields = untied(fields, family)
+    config = _with_attention(family.decoder_config(fields), attention)
     warn_of_other_family(fields)
     generation = getattr(hf_model, "generation_config", None)
     companions = Companions(None if generation is None else generation.to_diff_dict())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.convert.config_json import TEXT, THINKER, dtype_of, nested_configs, read_json
+from ligermodels.convert.config_json import TEXT, THINKER, dtype_of, joined, nested_configs, read_json
 from ligermodels.convert.dequantize import dequantized, names_in_4_bits, names_in_mxfp4
 from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.convert.files import Companions
@@ -117,10 +118,14 @@ def open_checkpoint(folder: Path, dtype: torch.dtype | None, opened: ExitStack) 
     hf_config, _ = without_heads(stored_config)
     family, dtype = family_of(hf_config), dtype or dtype_of(hf_config)
     warn_of_other_family(hf_config)
-    config = family.decoder_config(hf_config) if family.text is None else None
+    if family.text is None:
+        family.decoder_config(hf_config)
     reader = dequantized(opened.enter_context(Checkpoint(folder)), quantization, dtype)
-    if config is None:
+    if family.text is not None:
         hf_config = tied_as_stored(hf_config, family, reader)
+    config = family.decoder_config(hf_config)
+    if has_own_head(config, family, reader.headers, reader.read):
+        stored_config, hf_config = (untied(each, family) for each in (stored_config, hf_config))
         config = family.decoder_config(hf_config)
     return OpenCheckpoint(folder, stored_config, hf_config, config, reader, dtype, quantization, Companions.of(folder))
 
@@ -147,6 +152,34 @@ def tied_as_stored(config: dict[str, Any], family: Family, reader: Reader) -> di
     pairs = [(layout["head"], f"{layout['prefix']}.embed_tokens.weight") for layout in family.layouts]
     stored = [[reader.read(name) for name in pair] for pair in pairs if reader.headers.keys() >= set(pair)]
     return {**config, TIED: all(torch.equal(head, embedding) for head, embedding in stored)}
+
+
+def has_own_head(config: DecoderConfig, family: Family, names: Collection[str], read: Callable[[str], Tensor]) -> bool:
+    """Whether an LM head that the config ties is stored with other values than the embedding's. Warns, as transformers
+    5 does: the head is then not tied.
+
+    Args:
+        config: the decoder.
+        family: its family.
+        names: names of the tensors.
+        read: reads the tensor of a name.
+    """
+    for weight_map in family.weight_maps(config, names):
+        for head, embedding in weight_map.aliases.items():
+            if {head, embedding} <= set(names) and not torch.equal(read(head), read(embedding)):
+                warnings.warn(
+                    f"{TIED}: is true, but {head} is stored and differs from {embedding}: the two are not tied. Set it "
+                    "to false in config.json; or remove the tensor, to tie them",
+                    stacklevel=2,
+                )
+                return True
+    return False
+
+
+def untied(hf_config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The config with an LM head of its own, on all levels on which a class of transformers reads the field."""
+    levels = {"": hf_config} if family.text is None else nested_configs(hf_config)
+    return joined({name: {**level, TIED: False} for name, level in levels.items()})
 
 
 def choose_layout(

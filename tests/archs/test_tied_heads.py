@@ -4,6 +4,7 @@ head that transformers reads."""
 import copy
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +45,23 @@ def test_after_the_change_that_the_error_names(model_type: str, tmp_path: Path) 
     ids = torch.arange(3, 12)[None]
     with torch.no_grad():
         torch.testing.assert_close(lm.from_pretrained(tmp_path)(ids).logits, oracle(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "cohere2"])
+@torch.no_grad()
+def test_a_head_of_its_own_that_the_config_ties(name: str, tmp_path: Path) -> None:
+    """As in transformers 5: it is not tied, with a warning; from a checkpoint, and from a model in memory."""
+    oracle = make_checkpoint(tmp_path, {**CONFIGS[name], "tie_word_embeddings": False})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **TIED}))
+    oracle.config.tie_word_embeddings, ids = True, torch.arange(3, 12)[None]
+    warning = "tie_word_embeddings: is true, but lm_head.weight is stored and differs from model.embed_tokens.weight"
+    for model in (partial(lm.from_pretrained, tmp_path), partial(lm.from_transformers, oracle)):
+        with pytest.warns(UserWarning, match=re.escape(warning)):
+            loaded = model()
+        assert not loaded.config.head.tied
+        torch.testing.assert_close(loaded(ids).logits, oracle(ids).logits, rtol=1e-4, atol=1e-4)
+        loaded.save_pretrained(tmp_path / "saved", overwrite=True)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+        assert again.config.tie_word_embeddings is False
+        torch.testing.assert_close(again(ids).logits, oracle(ids).logits, rtol=1e-4, atol=1e-4)
