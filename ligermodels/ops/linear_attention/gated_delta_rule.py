@@ -55,7 +55,8 @@ def gated_delta_rule(
 
     with q and k normalised to length 1, q divided by sqrt(K), and S (K, V). A token with g = 0 and beta = 0 leaves the
     state as it is. Differentiable in all tensors but cu_seqlens, by "triton" and "fla" only once. "triton" and
-    "reference" give equal bits in every run, and do not wait for the device.
+    "reference" give equal bits in every run, and do not wait for the device. "reference" computes in float32 or more;
+    for bfloat16 operands "triton" and "fla" round states and updates to bfloat16 where they enter a product.
 
     Args:
         q: (B, T, G, K), any floating dtype; the op normalises it.

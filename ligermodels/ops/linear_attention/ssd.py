@@ -39,7 +39,8 @@ def ssd(
     with S (N, P). A token with dt = 0 leaves the state as it is. Differentiable in all tensors but cu_seqlens. Equal
     bits in every run, in chunks of tokens, without waiting for the device. Kernels compute it (in 16 bits for N that
     is a multiple of 16) on GPUs of compute capability 8, 9 or 12, but not float64, and have no second derivatives; else
-    plain torch does. They take up to 128 of the N channels at once, so a wider state takes several passes.
+    plain torch does. They take up to 128 of the N channels at once, so a wider state takes several passes, and for
+    bfloat16 operands they round states and dt x to bfloat16 where they enter a product.
 
     Args:
         x: (b, T, R, P), any floating dtype, P channels of each head.
