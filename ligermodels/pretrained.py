@@ -94,8 +94,8 @@ def from_pretrained(
         name_or_path: hub repo id or local folder.
         dtype: dtype of the parameters, or its name ("bfloat16"). By default, and with "auto", the dtype in config.json.
         device: device of the parameters: a torch device, its name, or the index of a CUDA device. Default: the CPU. On
-            "meta" the checkpoint is checked, and no tensor is read but an LM head that the config ties, if it is stored:
-            with other values than the embedding's it is not tied, and a warning says so.
+            "meta" the checkpoint is checked and no tensor is read, except for an LM head that the config ties and that
+            is stored: with other values than the embedding's it is not tied, and a warning says so.
         torch_dtype: transformers' older name of `dtype`.
         device_map: transformers' name of `device`: a device, `{"": device}`, or "auto" for the current CUDA device (the
             CPU if there is none).
