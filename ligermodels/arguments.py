@@ -43,6 +43,11 @@ def is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def is_number(value: object) -> bool:
+    """Whether `value` is a real number, of numpy too; True and False are not."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def is_sequence(value: object) -> bool:
     """Whether `value` is a list, a tuple or another sequence; text and bytes are not."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
@@ -136,8 +141,7 @@ def check_number(name: str, value: Any, *, positive: bool = False) -> Any:
     Raises:
         InputError: it is no finite number of at least 0, or above 0 if `positive`.
     """
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < LARGEST or (positive and value == 0):
+    if not is_number(value) or not 0 <= value < LARGEST or (positive and value == 0):
         raise InputError(f"{name}: must be a number {'above' if positive else 'of at least'} 0, got {short(value)}")
     return value
 

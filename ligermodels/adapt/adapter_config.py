@@ -17,6 +17,7 @@ from ligermodels.adapt.token_rows import FIELD, rows_by_path
 from ligermodels.arguments import LARGEST, ExpertFormat
 from ligermodels.convert.config_json import short
 from ligermodels.convert.files import ADAPTER_CONFIG
+from ligermodels.convert.json_values import is_int, is_list_of, is_number
 from ligermodels.errors import AdapterWarning, ConfigError
 from ligermodels.layers.expert_lora import ExpertPart
 from ligermodels.layers.lora import MOST_RANKS, LoRAPart
@@ -151,9 +152,7 @@ def _is_names(value: Any) -> bool:
 
 def _is_ids(value: Any) -> bool:
     """Whether a value is a list of different token ids."""
-    if not isinstance(value, list) or not all(isinstance(id, int) and not isinstance(id, bool) for id in value):
-        return False
-    return len(set(value)) == len(value) and min(value, default=0) >= 0
+    return is_list_of(value, is_int) and len(set(value)) == len(value) and min(value, default=0) >= 0
 
 
 def _is_ids_by_name(value: Any) -> bool:
@@ -250,8 +249,7 @@ def _check_pattern(config: Mapping[str, Any], name: str, *, ranks: bool) -> None
 
 
 def _is_positive(value: Any, *, ranks: bool) -> bool:
-    types, most = (int, MOST_RANKS) if ranks else (int | float, LARGEST)
-    return isinstance(value, types) and not isinstance(value, bool) and 0 < value <= most
+    return is_int(value) and 0 < value <= MOST_RANKS if ranks else is_number(value) and 0 < value <= LARGEST
 
 
 def _error(config: Mapping[str, Any], field: str, reason: str) -> ConfigError:

@@ -131,8 +131,12 @@ def initialize_rows(model: nn.Module) -> None:
 
 def token_rows(model: nn.Module) -> dict[str, TokenRows]:
     """Native name of the embedding or the LM head -> its trained rows; a tied head has the embedding's."""
-    named = ((name, getattr(module, "update", None)) for name, module in model.named_modules())
-    return {name: update for name, update in named if isinstance(update, TokenRows)}
+    return rows_among({name: getattr(module, "update", None) for name, module in model.named_modules()})
+
+
+def rows_among(updates: Mapping[str, Any]) -> dict[str, TokenRows]:
+    """The updates that are trained rows of tokens, by name."""
+    return {name: update for name, update in updates.items() if isinstance(update, TokenRows)}
 
 
 def distinct(updates: Mapping[str, T]) -> dict[str, T]:
@@ -146,9 +150,9 @@ def rows_by_path(updates: Mapping[str, Any]) -> list[int] | dict[str, list[int]]
 
     The ids of the embedding alone are a list; a tied LM head has these too, and is not named.
     """
-    rows = {update.path: list(update.token_indices) for update in updates.values() if isinstance(update, TokenRows)}
-    embedding = updates.get("decoder.embed")
-    return rows[embedding.path] if isinstance(embedding, TokenRows) and len(rows) == 1 else rows
+    among = rows_among(updates)
+    rows = {update.path: list(update.token_indices) for update in among.values()}
+    return rows[among["decoder.embed"].path] if "decoder.embed" in among and len(rows) == 1 else rows
 
 
 def vocab_size_with_rows(model: CausalLM, updates: Mapping[str, Any], size: int) -> int:
@@ -162,7 +166,7 @@ def vocab_size_with_rows(model: CausalLM, updates: Mapping[str, Any], size: int)
     Raises:
         CheckpointError: the embedding or the LM head would have rows without values.
     """
-    rows = {name: update.token_indices for name, update in updates.items() if isinstance(update, TokenRows)}
+    rows = {name: update.token_indices for name, update in rows_among(updates).items()}
     larger = max((max(ids) + 1 for ids in rows.values()), default=0)
     if larger <= size:
         return size
@@ -192,7 +196,7 @@ def fold_rows(
     Raises:
         CheckpointError: rows remain of a tied LM head that are not the embedding's.
     """
-    rows = {name: update for name, update in updates.items() if isinstance(update, TokenRows)}
+    rows = rows_among(updates)
     values = {id(update): tensors[f"{name}.update.rows"] for name, update in distinct(rows).items()}
     folded = set[int]()
     for name, update in rows.items():

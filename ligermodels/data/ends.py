@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ligermodels.arguments import is_whole
 from ligermodels.convert.config_json import nested_configs, read_json
 from ligermodels.convert.input_files import is_present
 from ligermodels.data.chat import ChatTemplate, end_of_turn
@@ -74,4 +75,4 @@ def with_end_of_turn(
 def as_token_ids(value: Any) -> list[int]:
     """A token id, or a list of them, as a list; negative ids stand for no token."""
     ids = value if isinstance(value, list) else [value]
-    return [token for token in ids if isinstance(token, int) and not isinstance(token, bool) and token >= 0]
+    return [token for token in ids if is_whole(token) and token >= 0]

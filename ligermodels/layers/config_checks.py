@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from numbers import Real
 from typing import Any
 
-from ligermodels.arguments import LARGEST, is_whole
+from ligermodels.arguments import LARGEST, is_number, is_whole
 from ligermodels.errors import ConfigError, short
 
 
@@ -24,9 +23,8 @@ def check_numbers(config: Any, *names: str, positive: bool = False, negative: bo
     for name, value in _fields(config, *names):
         if _is_absent(config, name, value):
             continue
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        size = -value if is_number and negative else value
-        if not is_number or not 0 <= size < LARGEST or (size == 0 and (positive or negative)):
+        size = -value if is_number(value) and negative else value
+        if not is_number(value) or not 0 <= size < LARGEST or (size == 0 and (positive or negative)):
             bound = "below" if negative else "above" if positive else "of at least"
             raise ConfigError(f"{name}: must be a number {bound} 0, got {short(value)}")
 

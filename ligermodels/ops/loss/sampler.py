@@ -11,12 +11,12 @@ from softmax(x / t) over K. K is found as by transformers' warpers, in their ord
 So K is an interval of logits, but for the first classes of those at its lower end (`cutoffs`).
 """
 
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ligermodels.arguments import is_number, is_whole
 from ligermodels.errors import InputError
 from ligermodels.ops.loss.token_losses import LogitRows
 from ligermodels.ops.runtime.checks import assert_async, check_tensor
@@ -87,10 +87,10 @@ def checked_sampler(op: str, top_k: Any, top_p: Any, min_p: Any) -> SamplerOptio
     Raises:
         InputError: an option has another type or value.
     """
-    if top_k is not None and (not isinstance(top_k, Integral) or isinstance(top_k, bool) or top_k < 0):
+    if top_k is not None and (not is_whole(top_k) or top_k < 0):
         raise InputError(f"{op}: top_k must be a whole number, 0 or above, or None, the same for all rows; got {top_k}")
     for name, value in (("top_p", top_p), ("min_p", min_p)):
-        if value is not None and (not _is_number(value) or not 0 <= value <= 1):
+        if value is not None and (not is_number(value) or not 0 <= value <= 1):
             raise InputError(f"{op}: {name} must be a number in [0, 1] or None, the same for all rows; got {value}")
     sampled = SamplerOptions(int(top_k or 0), 1.0 if top_p is None else float(top_p), float(min_p or 0.0))
     return None if sampled == SamplerOptions() else sampled
@@ -122,7 +122,7 @@ def inverse_temperatures(
         usable = is_temperature(temperature) | ~valid
         assert_async(usable, f"{op}: temperature must be positive and finite", temperature, "temperature")
         return torch.where(valid, temperature.detach().to(dtype), 1.0).reciprocal()
-    if not _is_number(temperature) or not 0 < temperature < float("inf"):
+    if not is_number(temperature) or not 0 < temperature < float("inf"):
         raise InputError(f"{op}: temperature must be a positive number or a tensor, got {temperature!r}")
     return None if temperature == 1 else torch.full(target.shape, 1 / temperature, dtype=dtype, device=target.device)
 
@@ -130,10 +130,6 @@ def inverse_temperatures(
 def is_temperature(x: Tensor) -> Tensor:
     """Whether each element is positive and finite, bool of x's shape."""
     return (x > 0) & (x < torch.inf)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def dropped_reference(x: Tensor, kept: SamplerOptions) -> Tensor:
