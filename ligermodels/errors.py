@@ -15,7 +15,7 @@ class ConfigError(LigerModelsError, ValueError):
 
 
 class ConfigWarning(UserWarning):
-    """A model configuration has an unknown field, which is not used."""
+    """A field of a model configuration is not used, because it is unknown or because the weights contradict it."""
 
 
 class CheckpointError(LigerModelsError, ValueError):

@@ -284,9 +284,10 @@ def from_transformers(
     state = hf_model.state_dict(keep_vars=True)
     fields, _ = without_quantization(hf_config.to_dict())
     family = family_of(fields)
-    if has_own_head(family.decoder_config(fields), family, state.keys(), state.__getitem__):
-        fields = untied(fields, family)
-    config = _with_attention(family.decoder_config(fields), attention)
+    config = family.decoder_config(fields)
+    if has_own_head(config, family, state.keys(), state.__getitem__):
+        config, fields = untied(config, family, fields)
+    config = _with_attention(config, attention)
     warn_of_other_family(fields)
     generation = getattr(hf_model, "generation_config", None)
     companions = Companions(None if generation is None else generation.to_diff_dict())

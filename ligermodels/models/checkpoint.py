@@ -22,6 +22,7 @@ from ligermodels.convert.quantization import Quantization, without_quantization
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.source_checkpoint import SourceCheckpoint
 from ligermodels.convert.weight_map import WeightMap
+from ligermodels.errors import ConfigWarning
 from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import DecoderConfig
@@ -118,15 +119,14 @@ def open_checkpoint(folder: Path, dtype: torch.dtype | None, opened: ExitStack) 
     hf_config, _ = without_heads(stored_config)
     family, dtype = family_of(hf_config), dtype or dtype_of(hf_config)
     warn_of_other_family(hf_config)
-    if family.text is None:
-        family.decoder_config(hf_config)
+    config = family.decoder_config(hf_config) if family.text is None else None
     reader = dequantized(opened.enter_context(Checkpoint(folder)), quantization, dtype)
-    if family.text is not None:
+    if config is None:
         hf_config = tied_as_stored(hf_config, family, reader)
-    config = family.decoder_config(hf_config)
-    if has_own_head(config, family, reader.headers, reader.read):
-        stored_config, hf_config = (untied(each, family) for each in (stored_config, hf_config))
         config = family.decoder_config(hf_config)
+    if has_own_head(config, family, reader.headers, reader.read):
+        config, stored_config = untied(config, family, stored_config)
+        _, hf_config = untied(config, family, hf_config)
     return OpenCheckpoint(folder, stored_config, hf_config, config, reader, dtype, quantization, Companions.of(folder))
 
 
@@ -170,16 +170,20 @@ def has_own_head(config: DecoderConfig, family: Family, names: Collection[str], 
                 warnings.warn(
                     f"{TIED}: is true, but {head} is stored and differs from {embedding}: the two are not tied. Set it "
                     "to false in config.json; or remove the tensor, to tie them",
+                    ConfigWarning,
                     stacklevel=2,
                 )
                 return True
     return False
 
 
-def untied(hf_config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """The config with an LM head of its own, on all levels on which a class of transformers reads the field."""
+def untied(
+    config: DecoderConfig, family: Family, hf_config: dict[str, Any]
+) -> tuple[DecoderConfig, dict[str, Any]]:  # fmt: skip
+    """Both configs with an LM head of its own; `hf_config` on all levels on which a class of transformers reads it."""
     levels = {"": hf_config} if family.text is None else nested_configs(hf_config)
-    return joined({name: {**level, TIED: False} for name, level in levels.items()})
+    fields = joined({name: {**level, TIED: False} for name, level in levels.items()})
+    return replace(config, head=replace(config.head, tied=False)), fields
 
 
 def choose_layout(

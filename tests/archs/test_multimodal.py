@@ -186,7 +186,9 @@ def test_a_head_is_tied_as_the_file_says(
                 lm.from_pretrained(tmp_path)
             return
         if (beside, stored) == (True, "other"):
-            with pytest.warns(UserWarning, match=r"tie_word_embeddings: is true, but .*lm_head\.weight is stored"):
+            with pytest.warns(
+                lm.errors.ConfigWarning, match=r"tie_word_embeddings: is true, but .*lm_head\.weight is stored"
+            ):
                 model = lm.from_pretrained(tmp_path)
             model.save_pretrained(tmp_path / "saved")
             model = lm.from_pretrained(tmp_path / "saved")

@@ -15,7 +15,7 @@ from zoo import CONFIGS, make_checkpoint
 from zoo_oracles import skip_without_oracle
 
 import ligermodels as lm
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, ConfigWarning
 
 ONE_OF = {config["model_type"]: config for config in reversed(CONFIGS.values())}
 TIED = {"tie_word_embeddings": True}
@@ -57,7 +57,7 @@ def test_a_head_of_its_own_that_the_config_ties(name: str, tmp_path: Path) -> No
     oracle.config.tie_word_embeddings, ids = True, torch.arange(3, 12)[None]
     warning = "tie_word_embeddings: is true, but lm_head.weight is stored and differs from model.embed_tokens.weight"
     for model in (partial(lm.from_pretrained, tmp_path), partial(lm.from_transformers, oracle)):
-        with pytest.warns(UserWarning, match=re.escape(warning)):
+        with pytest.warns(ConfigWarning, match=re.escape(warning)):
             loaded = model()
         assert not loaded.config.head.tied
         torch.testing.assert_close(loaded(ids).logits, oracle(ids).logits, rtol=1e-4, atol=1e-4)
