@@ -2,7 +2,8 @@
 # bench. Each first makes .venv, again whenever what it installs changes.
 # PYTHON=python3.12 picks another interpreter (3.11 or later) for a new .venv, JOBS=8 runs the tests in 8 processes.
 PYTHON ?= python3
-JOBS ?= 2
+# Tests wait for processes that they start: three at once fill two cores, where there is memory for them.
+JOBS ?= $(if $(shell awk '/MemTotal/ && $$2 > 15000000' /proc/meminfo 2>/dev/null),3,2)
 OTHER ?= python3.13
 BIN := .venv/bin
 READY := .venv/.ready
