@@ -35,18 +35,12 @@ from ligermodels.errors import BackendError, ConfigError, InputError, arguments_
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
 from ligermodels.layers.memory import memory_for
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.models.checkpoint import (
-    choose_layout,
-    export_spec,
-    has_own_head,
-    keep_stored_dtypes,
-    open_checkpoint,
-    untied,
-)
+from ligermodels.models.checkpoint import choose_layout, export_spec, has_own_head, keep_stored_dtypes, open_checkpoint
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.extra_heads import without_heads
 from ligermodels.models.families import family_of, warn_of_other_family
 from ligermodels.models.state_dict import move_state_dict
+from ligermodels.models.untie import untied, with_own_head
 from ligermodels.ops.attention.attention import backends
 from ligermodels.parallel.plan import ParallelPlan
 
@@ -286,7 +280,7 @@ def from_transformers(
     family = family_of(fields)
     config = family.decoder_config(fields)
     if has_own_head(config, family, state.keys(), state.__getitem__):
-        config, fields = untied(config, family, fields)
+        config, fields = with_own_head(config), untied(fields, nested=family.text is not None)
     config = _with_attention(config, attention)
     warn_of_other_family(fields)
     generation = getattr(hf_model, "generation_config", None)

@@ -75,4 +75,4 @@ def with_end_of_turn(
 def as_token_ids(value: Any) -> list[int]:
     """A token id, or a list of them, as a list; negative ids stand for no token."""
     ids = value if isinstance(value, list) else [value]
-    return [token for token in ids if is_whole(token) and token >= 0]
+    return [int(token) for token in ids if is_whole(token) and token >= 0]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.convert.config_json import TEXT, THINKER, dtype_of, joined, nested_configs, read_json
+from ligermodels.convert.config_json import TEXT, THINKER, dtype_of, nested_configs, read_json
 from ligermodels.convert.dequantize import dequantized, names_in_4_bits, names_in_mxfp4
 from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.convert.files import Companions
@@ -29,7 +29,7 @@ from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.extra_heads import MEDUSA_COUNTS, MEDUSA_PREFIX, without_heads
 from ligermodels.models.families import Family, family_of, warn_of_other_family
 from ligermodels.models.state_dict import check_head, nearest_layout
-from ligermodels.models.untie import TIED
+from ligermodels.models.untie import TIED, untied, with_own_head
 
 
 class OpenCheckpoint(NamedTuple):
@@ -125,8 +125,8 @@ def open_checkpoint(folder: Path, dtype: torch.dtype | None, opened: ExitStack) 
         hf_config = tied_as_stored(hf_config, family, reader)
         config = family.decoder_config(hf_config)
     if has_own_head(config, family, reader.headers, reader.read):
-        config, stored_config = untied(config, family, stored_config)
-        _, hf_config = untied(config, family, hf_config)
+        nested, config = family.text is not None, with_own_head(config)
+        stored_config, hf_config = (untied(each, nested=nested) for each in (stored_config, hf_config))
     return OpenCheckpoint(folder, stored_config, hf_config, config, reader, dtype, quantization, Companions.of(folder))
 
 
@@ -175,15 +175,6 @@ def has_own_head(config: DecoderConfig, family: Family, names: Collection[str], 
                 )
                 return True
     return False
-
-
-def untied(
-    config: DecoderConfig, family: Family, hf_config: dict[str, Any]
-) -> tuple[DecoderConfig, dict[str, Any]]:  # fmt: skip
-    """Both configs with an LM head of its own; `hf_config` on all levels on which a class of transformers reads it."""
-    levels = {"": hf_config} if family.text is None else nested_configs(hf_config)
-    fields = joined({name: {**level, TIED: False} for name, level in levels.items()})
-    return replace(config, head=replace(config.head, tied=False)), fields
 
 
 def choose_layout(

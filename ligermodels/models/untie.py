@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ligermodels.convert.config_json import joined, nested_configs
 from ligermodels.convert.export_spec import ExportSpec
@@ -12,11 +13,14 @@ from ligermodels.convert.weight_map import WeightMap
 
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
+    from ligermodels.models.decoder import DecoderConfig
 
 HEAD, EMBEDDING = "head.weight", "decoder.embed.weight"
 """Native names of the LM head and the embedding; a tied weight has both."""
 
 TIED = "tie_word_embeddings"
+ALSO_TIED = "tie_embedding"
+"""Name of the field in configs of LFM2."""
 
 
 def untie(model: CausalLM) -> None:
@@ -25,23 +29,32 @@ def untie(model: CausalLM) -> None:
     The caller replaces the head's weight. From then on the model is saved with both tensors and
     `"tie_word_embeddings": false`.
     """
-    head = replace(model.config.head, tied=False)
-    model.config = model.decoder.config = replace(model.config, head=head)
-    model.head.config = head
+    model.config = model.decoder.config = with_own_head(model.config)
+    model.head.config = model.config.head
     if model.export_spec is not None:
         model.export_spec = _with_untied_head(model.export_spec)
+
+
+def with_own_head(config: DecoderConfig) -> DecoderConfig:
+    """The config with an LM head of its own."""
+    return replace(config, head=replace(config.head, tied=False))
 
 
 def _with_untied_head(spec: ExportSpec) -> ExportSpec:
     source = spec.source
     if source is not None:
-        # Some classes of transformers read the flag in the text model's config, others in the outer config.
-        levels = nested_configs(source.hf_config) if source.nested else {"": source.hf_config}
-        config = joined({name: {**level, TIED: False} for name, level in levels.items()})
+        config = untied(source.hf_config, nested=source.nested)
         source = replace(source, hf_config=config, weight_map=_with_head_mapping(source.weight_map))
-    return replace(
-        spec, hf_config={**spec.hf_config, TIED: False}, weight_map=_with_head_mapping(spec.weight_map), source=source
-    )
+    hf_config = untied(spec.hf_config, nested=False)
+    return replace(spec, hf_config=hf_config, weight_map=_with_head_mapping(spec.weight_map), source=source)
+
+
+def untied(hf_config: Mapping[str, Any], *, nested: bool) -> dict[str, Any]:
+    """The config with an LM head of its own. `nested`: whether the text model's config is in it; then on all levels,
+    since some classes of transformers read the field there, and others in the outer config."""
+    levels = nested_configs(hf_config) if nested else {"": hf_config}
+    own = ({**level, **{name: False for name in (TIED, ALSO_TIED) if name in level}} for level in levels.values())
+    return joined({name: {**level, TIED: False} for name, level in zip(levels, own, strict=True)})
 
 
 def _with_head_mapping(weights: WeightMap) -> WeightMap:

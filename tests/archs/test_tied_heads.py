@@ -47,13 +47,14 @@ def test_after_the_change_that_the_error_names(model_type: str, tmp_path: Path) 
         torch.testing.assert_close(lm.from_pretrained(tmp_path)(ids).logits, oracle(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "cohere2"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "cohere2", "lfm2"])
 @torch.no_grad()
 def test_a_head_of_its_own_that_the_config_ties(name: str, tmp_path: Path) -> None:
     """As in transformers 5: it is not tied, with a warning; from a checkpoint, and from a model in memory."""
-    oracle = make_checkpoint(tmp_path, {**CONFIGS[name], "tie_word_embeddings": False})
+    names = {"tie_word_embeddings", *({"tie_embedding"} & CONFIGS[name].keys())}  # LFM2 has both
+    oracle = make_checkpoint(tmp_path, {**CONFIGS[name], **dict.fromkeys(names, False)})
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **TIED}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, **dict.fromkeys(names, True)}))
     oracle.config.tie_word_embeddings, ids = True, torch.arange(3, 12)[None]
     warning = "tie_word_embeddings: is true, but lm_head.weight is stored and differs from model.embed_tokens.weight"
     for model in (partial(lm.from_pretrained, tmp_path), partial(lm.from_transformers, oracle)):

@@ -108,6 +108,20 @@ def test_is_the_rule(where: Where, case: str, by_channel: bool) -> None:
     assert_right(given, bounds)
 
 
+@BY_CHANNEL
+@pytest.mark.kernels
+def test_operands_of_16_bits(kernels_device: torch.device, by_channel: bool) -> None:
+    """Only operands of products are rounded, to float16 in the interpreter: gradients of gates are sums of parts that
+    cancel."""
+    given = operands(Sizes(1, 130, 1, 2, 32, 16), Where(kernels_device, torch.bfloat16), by_channel=by_channel)
+    found, truth = run(given, "triton"), run(given, "reference", torch.float64)
+    for name in ("g", "beta", "initial_state", "state"):
+        bound = ROUNDING[torch.bfloat16] if kernels_device.type == "cuda" else 6.5e-4
+        assert (found[name].double() - truth[name]).norm() <= bound * truth[name].norm(), name
+    for name in ("o", "q", "k", "v"):
+        assert (found[name].double() - truth[name]).norm() <= 8e-3 * truth[name].norm(), name
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     ("by_channel", "decay"), [*product((False, True), (0.0, -1e-4, -80.0)), (True, None)]

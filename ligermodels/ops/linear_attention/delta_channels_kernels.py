@@ -296,7 +296,7 @@ def channel_pairs_backward_kernel(
         dpath += tl.where((n == CHUNK - 1)[:, None], shrunk[None, :], 0.0)
         tl.store(dq + of_chunk + out, dquery + own * key + by_read, mask=of_out)
         tl.store(dk + of_chunk + out, dlater + dearlier + own * query + by_known + by_late, mask=of_out)
-        # Parts of dpath cancel in these sums: of its two halves, none is rounded.
+        # Parts of dpath cancel in these sums, so it enters as the sum of two operands.
         below, half = tl.trans(above).to(tl.float32), dpath.to(OPERAND)
         dgate = product(below, dpath - half.to(tl.float32), zeros, OPERAND)
         dgate = product(below, half, dgate, OPERAND)

@@ -124,7 +124,8 @@ def inverse_temperatures(
         return torch.where(valid, temperature.detach().to(dtype), 1.0).reciprocal()
     if not is_number(temperature) or not 0 < temperature < float("inf"):
         raise InputError(f"{op}: temperature must be a positive number or a tensor, got {temperature!r}")
-    return None if temperature == 1 else torch.full(target.shape, 1 / temperature, dtype=dtype, device=target.device)
+    factor = 1 / float(temperature)
+    return None if temperature == 1 else torch.full(target.shape, factor, dtype=dtype, device=target.device)
 
 
 def is_temperature(x: Tensor) -> Tensor:
