@@ -20,6 +20,7 @@ from ligermodels.layers import (
     RouterConfig,
     ShortConvConfig,
 )
+from ligermodels.models.untie import ALSO_TIED, TIED
 
 CONV = "conv"
 COMMON = {
@@ -102,7 +103,7 @@ def lfm2_moe(config: Config) -> DecoderConfig:
 
 
 def _tied(config: Config) -> Config:
-    return renamed(config, "tie_word_embeddings", "tie_embedding")
+    return renamed(config, TIED, ALSO_TIED)
 
 
 def _adjusted_size(fields: Fields) -> int:

@@ -166,7 +166,7 @@ def has_own_head(config: DecoderConfig, family: Family, names: Collection[str], 
     """
     for weight_map in family.weight_maps(config, names):
         for head, embedding in weight_map.aliases.items():
-            if {head, embedding} <= set(names) and not torch.equal(read(head), read(embedding)):
+            if head in names and embedding in names and not torch.equal(read(head), read(embedding)):
                 warnings.warn(
                     f"{TIED}: is true, but {head} is stored and differs from {embedding}: the two are not tied. Set it "
                     "to false in config.json; or remove the tensor, to tie them",

@@ -20,7 +20,7 @@ HEAD, EMBEDDING = "head.weight", "decoder.embed.weight"
 
 TIED = "tie_word_embeddings"
 ALSO_TIED = "tie_embedding"
-"""Name of the field in configs of LFM2."""
+"""Another name of the field, which some configs have beside it."""
 
 
 def untie(model: CausalLM) -> None:
@@ -53,8 +53,8 @@ def untied(hf_config: Mapping[str, Any], *, nested: bool) -> dict[str, Any]:
     """The config with an LM head of its own. `nested`: whether the text model's config is in it; then on all levels,
     since some classes of transformers read the field there, and others in the outer config."""
     levels = nested_configs(hf_config) if nested else {"": hf_config}
-    own = ({**level, **{name: False for name in (TIED, ALSO_TIED) if name in level}} for level in levels.values())
-    return joined({name: {**level, TIED: False} for name, level in zip(levels, own, strict=True)})
+    flags = {name: {TIED, *({ALSO_TIED} & level.keys())} for name, level in levels.items()}
+    return joined({name: {**level, **dict.fromkeys(flags[name], False)} for name, level in levels.items()})
 
 
 def _with_head_mapping(weights: WeightMap) -> WeightMap:

@@ -1,8 +1,8 @@
 """The chunked kernels of the gated delta rule against the rule in float64: texts, packed documents, all gradients, one
 decay for a head or a decay for each key channel.
 
-The reference computes in float32: errors are within 1.2 times its errors, and the rounding of operands of products to
-bfloat16 (`delta_chunks_forward`); others are not rounded.
+Errors are within 1.2 times the errors of the reference, which computes in float32, and the rounding of operands of
+products, which only bfloat16 has (`delta_chunks_forward`).
 """
 
 from collections.abc import Callable
