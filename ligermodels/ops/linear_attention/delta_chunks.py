@@ -22,8 +22,8 @@ from ligermodels.ops.linear_attention.delta_chunks_backward import (
     with_states_kernel,
     within_chunks_kernel,
 )
-from ligermodels.ops.linear_attention.delta_chunks_forward import CHUNK, prepare_kernel, states_kernel
-from ligermodels.ops.runtime.devices import gpu_of, power_of_2_above, shared_memory
+from ligermodels.ops.linear_attention.delta_chunks_forward import CHUNK, prepare_kernel, segments_kernel, states_kernel
+from ligermodels.ops.runtime.devices import gpu_of, num_sms, power_of_2_above, shared_memory
 from ligermodels.ops.runtime.dispatch import INTERPRETED, tl
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides
@@ -36,12 +36,13 @@ ALIGNED = 16  # elements; see MIN_WIDTH and aligned_heads
 
 TILES: dict[str, Mapping[str, int]] = {
     "prepare": {"num_warps": 4},
+    "segments": {"BLOCK_V": 64, "STAGES": 3, "num_warps": 4},
     "states": {"BLOCK_V": 32, "STAGES": 3, "num_warps": 4},
     "states_backward": {"BLOCK_V": 32, "STAGES": 3, "num_warps": 4},
     "pairs": {"BLOCK_V": 64, "STAGES": 2, "num_warps": 4},
     "within_chunks": {"BLOCK_K": 64, "num_warps": 4},
     "with_states": {"BLOCK_K": 32, "BLOCK_V": 64, "STAGES": 2, "num_warps": 4},
-    "finish": {"num_warps": 4},
+    "finish": {"HEADS": 8, "num_warps": 4},
     "values": {"BLOCK_V": 64, "STAGES": 1, "num_warps": 4},
     "group_pairs": {"BLOCK_V": 64, "STAGES": 1, "num_warps": 4},
 }
@@ -56,6 +57,12 @@ the second operand, except for its first part, are sums with a wrong register. S
 128 bytes or more, with the same swizzling. Loops over chunks have shorter rows too: there the second operand of a
 product has rows of BLOCK_V channels, and the first operand is in registers or is pipelined, so that its address changes
 from chunk to chunk, and no descriptor shares it."""
+
+PROGRAMS = 4
+"""Programs per multiprocessor that loops over chunks should have."""
+
+SEGMENT = 2
+"""Fewest chunks of a segment."""
 
 PIPELINED = 110 * 2**10, 200 * 2**10
 """Bytes of shared memory from which loops are pipelined in two, and in three stages."""
@@ -112,11 +119,11 @@ def fitted(tiles: Mapping[str, int], sizes: tuple[int, int], stages: int) -> dic
 
 class Launch:
     """State shared by the kernels of one call: operands in the form of kernel arguments, sizes, and shared buffers.
-    Without `delta` the call is of `ssd`, with its D as `skip`. Without `attending` there is no buffer for M."""
+    Without `delta` the call is of `ssd`, with its D as `skip`."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, first: Tensor | None,
-        *, delta: bool = True, skip: Tensor | None = None, attending: bool = True,
+        *, delta: bool = True, skip: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.batch, self.tokens, self.heads, self.value_dim = v.shape
         self.groups, self.key_dim = q.shape[2:]
@@ -131,7 +138,7 @@ class Launch:
         padded = self.chunks * CHUNK
         self.path = q.new_empty(self.rows, padded, dtype=torch.float64)
         self.factors = [q.new_empty(self.batch * self.groups, padded, dtype=torch.float32) for _ in range(2)]
-        self.squares = [self.of_chunks(CHUNK, CHUNK) if used else None for used in (delta, attending)]
+        self.squares = [self.of_chunks(CHUNK, CHUNK) if delta else None for _ in range(2)]
         self.skip = contiguous(skip)
 
     def of_chunks(self, *shape: int) -> Tensor:
@@ -149,7 +156,7 @@ class Launch:
         prepare_kernel[(self.rows * self.chunks,)](
             *self.keys, self.g, self.beta, self.first, self.path, *self.factors, *self.squares,
             self.tokens, self.key_dim, self.heads, self.repeats, self.chunks, self.scale,
-            **self.tiles("prepare"), ATTENDING=self.squares[1] is not None, EPS=EPS,
+            **self.tiles("prepare"), EPS=EPS,
         )  # fmt: skip
 
     def states(
@@ -159,12 +166,34 @@ class Launch:
         to `states` and, with `delta`, the updates of the tokens to `updates`."""
         tiles = self.tiles("states")
         blocks = -(-self.value_dim // tiles["BLOCK_V"])
-        states_kernel[(self.rows * blocks,)](
+        segments, *of_segments = self.segments(self.keys[4:], self.v, backward=False)
+        states_kernel[(self.rows * blocks * segments,)](
             *self.keys, *self.v, self.beta, self.skip, self.first, self.path, *self.factors, *self.squares,
-            self.initial, out, final, states, updates, self.tokens, self.key_dim, self.value_dim, self.heads,
-            self.repeats, self.chunks * CHUNK, blocks, **tiles, SKIP=self.skip is not None,
-            INITIAL=self.initial is not None, FINAL=final is not None, OUTPUT=out is not None,
+            self.initial, *of_segments, out, final, states, updates, self.tokens, self.key_dim, self.value_dim,
+            self.heads, self.repeats, self.chunks * CHUNK, blocks, segments, **tiles, SKIP=self.skip is not None,
+            INITIAL=self.initial is not None, FINAL=final is not None, OUTPUT=out is not None, SEGMENTED=segments > 1,
         )  # fmt: skip
+
+    def segments(self, keys: Any, values: Any, *, backward: bool) -> tuple[int, Tensor | None, Tensor | None]:
+        """The number of segments in which states are computed side by side, and for each the state after it and the
+        decay of a state over it, see `segments_kernel`: without the delta rule, and where there are not enough heads
+        for all multiprocessors. Else (1, None, None).
+
+        keys, values: operands and strides of the sums. backward: whether states are gradients."""
+        tiles = self.tiles("segments", "DELTA")
+        blocks = -(-self.value_dim // tiles["BLOCK_V"])
+        wanted = 1 if self.options["DELTA"] else -(-PROGRAMS * num_sms(self.path.device) // (self.rows * blocks))
+        length = -(-self.chunks // max(1, min(wanted, self.chunks // SEGMENT)))
+        segments = -(-self.chunks // length)
+        if segments == 1:
+            return 1, None, None
+        own = self.path.new_empty(self.rows, segments, self.key_dim, self.value_dim, dtype=torch.float32)
+        shares = self.path.new_empty(self.rows, segments, dtype=torch.float32)
+        segments_kernel[(self.rows * blocks * (segments - 1),)](
+            *keys, *values, self.beta, self.first, self.path, own, shares, self.tokens, self.key_dim, self.value_dim,
+            self.heads, self.repeats, self.chunks * CHUNK, blocks, segments, **tiles, BACKWARD=backward,
+        )  # fmt: skip
+        return segments, own, shares
 
     def buffers(self) -> tuple[Tensor, Tensor]:
         """Buffers for a state per chunk, and for a row of V channels per token."""
@@ -186,10 +215,11 @@ class Launch:
         """
         tiles = self.tiles("states_backward")
         blocks = -(-self.value_dim // tiles["BLOCK_V"])
-        states_backward_kernel[(self.rows * blocks,)](
-            *self.keys, *dout, self.beta, self.first, self.path, *self.factors, *self.squares, dfinal, dv, dstates, dx,
-            dinitial, self.tokens, self.key_dim, self.value_dim, self.heads, self.repeats, self.chunks * CHUNK, blocks,
-            **tiles, FINAL=dfinal is not None, INITIAL=dinitial is not None,
+        segments, *of_segments = self.segments(self.keys[:4], dout, backward=True)
+        states_backward_kernel[(self.rows * blocks * segments,)](
+            *self.keys, *dout, self.beta, self.first, self.path, *self.factors, *self.squares, dfinal, *of_segments, dv,
+            dstates, dx, dinitial, self.tokens, self.key_dim, self.value_dim, self.heads, self.repeats,
+            self.chunks * CHUNK, blocks, segments, **tiles, FINAL=dfinal is not None, INITIAL=dinitial is not None, SEGMENTED=segments > 1,
         )  # fmt: skip
 
     def pairs(self, dout: Any, updates: Tensor, dx: Tensor, dpath: Tensor, dbeta: Tensor) -> None:
@@ -233,9 +263,10 @@ class Launch:
     def finish(self, *buffers: Tensor) -> None:
         """buffers: dq and dk, parts of dpath and of dbeta, read; dq, dk, dg, dbeta, written."""
         tiles = self.tiles("finish", "OPERAND")
-        finish_kernel[(self.batch * self.groups * self.chunks,)](
+        slices = -(-self.repeats // tiles["HEADS"])
+        finish_kernel[(self.batch * self.groups * slices * self.chunks,)](
             *self.keys, self.first, *self.factors, *buffers, self.tokens, self.key_dim, self.heads, self.repeats,
-            self.chunks, len(buffers[2]), self.path.numel(), self.scale, **tiles,
+            self.chunks, slices, len(buffers[2]), self.path.numel(), self.scale, **tiles,
         )  # fmt: skip
 
 

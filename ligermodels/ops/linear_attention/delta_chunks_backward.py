@@ -18,7 +18,12 @@ q and k are unnormalised. Before the last kernel, dq and dk are gradients with t
 the lengths are factors of rows and columns.
 """
 
-from ligermodels.ops.linear_attention.delta_chunks_forward import ancestors_of_chunk, decays_of_chunk, product
+from ligermodels.ops.linear_attention.delta_chunks_forward import (
+    ancestors_of_chunk,
+    decays_of_chunk,
+    product,
+    state_before_segment,
+)
 from ligermodels.ops.runtime.dispatch import tl
 from ligermodels.ops.runtime.launcher import kernel
 
@@ -26,29 +31,32 @@ from ligermodels.ops.runtime.launcher import kernel
 @kernel
 def states_backward_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, dout, dout_batch, dout_token, dout_head, beta, first,
-    path, q_factor, k_factor, solved, attending, dfinal, dv, dstates, dx, dinitial, T, K, V, heads, repeats, padded,
-    blocks,
+    path, q_factor, k_factor, solved, attending, dfinal, own, shares, dv, dstates, dx, dinitial, T, K, V, heads,
+    repeats, padded, blocks, segments,
     DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
-    FINAL: tl.constexpr, INITIAL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
+    FINAL: tl.constexpr, INITIAL: tl.constexpr, SEGMENTED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes BLOCK_V columns of the state of a head, from the last chunk to the first: it writes dS after
-    each chunk and, with DELTA, dX and dV.
+    """Each program takes BLOCK_V columns of the state of a head, from the last chunk of a segment to the first: it
+    writes dS after each chunk and, with DELTA, dX and dV.
 
     Args:
         q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, beta, first, path, q_factor, k_factor, solved,
             attending, DELTA, PACKED, OPERAND, CHUNK, BLOCK_K: see `prepare_kernel`.
         dout, dout_batch, dout_token, dout_head: gradient of the outputs (B, T, heads, V), and its strides.
         dfinal, dinitial: float32 (B, heads, K, V), gradients of the last state, read, and of the first, written.
+        own, shares: from `segments_kernel` with BACKWARD; read with SEGMENTED.
         dv: (B, T, heads, V), contiguous; written with DELTA.
         dstates: gradient of the state after each chunk, (rows, chunks, K, V) of OPERAND; written.
         dx: dX of each chunk, (rows, chunks, CHUNK, V) of OPERAND; written with DELTA.
-        T, K, V, heads, repeats, padded, blocks: see `states_kernel`.
-        FINAL, INITIAL: whether the last state has a gradient, and the first one needs one.
+        T, K, V, heads, repeats, padded, blocks, segments: see `states_kernel`.
+        FINAL, INITIAL, SEGMENTED: whether the last state has a gradient, the first one needs one, and there are several
+            segments.
         BLOCK_V, STAGES: columns of a state per tile, and stages of the loop's pipeline.
     """
     chunks = padded // CHUNK
-    row = (tl.program_id(0) // blocks).to(tl.int64)
+    segment = tl.program_id(0) // blocks % segments
+    row = (tl.program_id(0) // blocks // segments).to(tl.int64)
     batch, head = row // heads, row % heads
     group = head // repeats
     n, i = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
@@ -66,7 +74,13 @@ def states_backward_kernel(
     else:
         dstate = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     none = tl.zeros([CHUNK, BLOCK_V], tl.float32)
-    for done in tl.range(0, chunks, num_stages=STAGES):
+    begin, end = 0, chunks
+    if SEGMENTED:
+        of_row = row * segments
+        dstate = state_before_segment(dstate, own + of_row * K * V, shares + of_row, matrix, of_state, K * V, segment)
+        length = tl.cdiv(chunks, segments)
+        begin, end = segment * length, tl.minimum((segment + 1) * length, chunks)
+    for done in tl.range(begin, end, num_stages=STAGES):
         chunk = chunks - 1 - done
         start = tl.cast(chunk, tl.int64) * CHUNK
         there = n < T - start
@@ -97,7 +111,7 @@ def states_backward_kernel(
         if DELTA:
             dstate = product(key_across, -(kept * key_factor)[:, None] * d, dstate, OPERAND)
     if INITIAL:
-        tl.store(dinitial + row * K * V + matrix, dstate, mask=of_state)
+        tl.store(dinitial + row * K * V + matrix, dstate, mask=of_state & (segment == segments - 1))
 
 
 @kernel
@@ -250,55 +264,53 @@ def with_states_kernel(
     v += batch * v_batch + start * v_token
     dout += batch * dout_batch + start * dout_token
     of_tokens = (of_group * chunks + chunk) * CHUNK
-    none = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-    dquery, dkey = none, none
-    for head in tl.range(group * repeats, group * repeats + repeats, num_stages=1):
+    key = tl.load(k + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0).to(tl.float32)
+    query = tl.load(q + n[:, None] * q_token + i[None, :], mask=of_keys, other=0.0).to(tl.float32)
+    query_factor, key_factor = tl.load(q_factor + of_tokens + n), tl.load(k_factor + of_tokens + n)
+    none, of_none = tl.zeros([CHUNK, BLOCK_K], tl.float32), tl.zeros([CHUNK], tl.float32)
+    dquery, dkey, found, dweight = none, none, of_none, of_none
+    value_blocks = tl.cdiv(V, BLOCK_V)
+    # One loop over the heads and their blocks of values: a loop of few blocks inside of another is not pipelined.
+    for step in tl.range(0, repeats * value_blocks, num_stages=STAGES):
+        at = step % value_blocks * BLOCK_V
+        head = group * repeats + step // value_blocks
         row = batch * heads + head
         tile = row * chunks + chunk
-        by_query, by_key, by_update = none, none, none
-        shrunk = 0.0
-        for at in tl.range(0, V, BLOCK_V, num_stages=STAGES):
-            j = at + tl.arange(0, BLOCK_V)
-            of_values, of_tile = there[:, None] & (j < V)[None, :], (j < V)[None, :]
-            of_state, matrix = (i < K)[None, :] & (j < V)[:, None], i[None, :] * V + j[:, None]
-            row_of_tile = tile * CHUNK * V + n[:, None] * V + j[None, :]
-            state = tl.load(states + tile * K * V + matrix, mask=of_state, other=0.0)
-            do = tl.load(dout + head * dout_head + n[:, None] * dout_token + j[None, :], mask=of_values, other=0.0)
-            by_query = product(do, state, by_query, OPERAND)
-            if DELTA:
-                d = tl.load(dx + row_of_tile, mask=of_tile, other=0.0)
-                by_key = product(d, state, by_key, OPERAND)
-            dstate = tl.load(dstates + tile * K * V + matrix, mask=of_state, other=0.0)
-            if DELTA:
-                update = tl.load(updates + row_of_tile, mask=of_tile, other=0.0)
-            else:
-                update = tl.load(v + head * v_head + n[:, None] * v_token + j[None, :], mask=of_values, other=0.0)
-            by_update = product(update, dstate, by_update, OPERAND)
-            shrunk += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1), axis=0)
+        j = at + tl.arange(0, BLOCK_V)
+        of_values, of_tile = there[:, None] & (j < V)[None, :], (j < V)[None, :]
+        of_state, matrix = (i < K)[None, :] & (j < V)[:, None], i[None, :] * V + j[:, None]
+        row_of_tile = tile * CHUNK * V + n[:, None] * V + j[None, :]
+        state = tl.load(states + tile * K * V + matrix, mask=of_state, other=0.0)
+        dstate = tl.load(dstates + tile * K * V + matrix, mask=of_state, other=0.0)
+        do = tl.load(dout + head * dout_head + n[:, None] * dout_token + j[None, :], mask=of_values, other=0.0)
         weight = tl.load(beta + (batch * T + start + n) * heads + head, mask=there, other=0.0).to(tl.float32)
         kept, to_last, kept_last = decays_of_chunk(path + row * chunks * CHUNK, first, start, n, T, PACKED)
-        key_factor = tl.load(k_factor + of_tokens + n)
-        key = tl.load(k + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0).to(tl.float32)
-        query = tl.load(q + n[:, None] * q_token + i[None, :], mask=of_keys, other=0.0).to(tl.float32)
-        by_query *= (kept * tl.load(q_factor + of_tokens + n))[:, None]
-        by_update *= (to_last * key_factor)[:, None]
-        last = tl.sum(by_update * key, axis=1)
-        found = tl.sum(by_query * query, axis=1)
+        found, dweight = tl.where(at == 0, of_none, found), tl.where(at == 0, of_none, dweight)
+        by_query = product(do, state, none, OPERAND) * (kept * query_factor)[:, None]
+        dquery += by_query
+        found += tl.sum(by_query * query, axis=1)
         if DELTA:
-            by_key *= (kept * key_factor)[:, None]
-            dweight = -tl.sum(by_key * key, axis=1)
-            found += weight * dweight
+            update = tl.load(updates + row_of_tile, mask=of_tile, other=0.0)
+        else:
+            update = tl.load(v + head * v_head + n[:, None] * v_token + j[None, :], mask=of_values, other=0.0)
+        by_update = product(update, dstate, none, OPERAND) * (to_last * key_factor)[:, None]
+        last = tl.sum(by_update * key, axis=1)
+        if DELTA:
+            d = tl.load(dx + row_of_tile, mask=of_tile, other=0.0)
+            by_key = product(d, state, none, OPERAND) * (kept * key_factor)[:, None]
+            of_weight = -tl.sum(by_key * key, axis=1)
+            found += weight * of_weight
             dkey += by_update - by_key * weight[:, None]
         else:
-            dweight = last
+            of_weight = last
             last *= weight
             dkey += by_update * weight[:, None]
-        found -= last
-        found += tl.where(n == CHUNK - 1, tl.sum(last, axis=0) + kept_last * shrunk, 0.0)
+        dweight += of_weight
+        shrunk = tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1), axis=0)
+        found += tl.where(n == CHUNK - 1, tl.sum(last, axis=0) + kept_last * shrunk, 0.0) - last
         of_row = block * dpath_block + (row * chunks + chunk) * CHUNK + n
         tl.store(dpath + of_row, found)
         tl.store(dbeta + of_row, dweight)
-        dquery += by_query
     dq += of_tokens * K
     dk += of_tokens * K
     place, inside = n[:, None] * K + i[None, :], (i < K)[None, :]
@@ -309,10 +321,10 @@ def with_states_kernel(
 @kernel
 def finish_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, first, q_factor, k_factor, dquery, dkey, dpath, dweight,
-    dq, dk, dg, dbeta, T, K, heads, repeats, chunks, parts, dpath_block, scale,
-    DELTA: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    dq, dk, dg, dbeta, T, K, heads, repeats, chunks, slices, parts, dpath_block, scale,
+    DELTA: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes a chunk of a group of heads.
+    """Each program takes a chunk of up to HEADS heads of a group, a slice; the first slice writes dq and dk.
 
     Args:
         q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, first, q_factor, k_factor, scale, T, K, heads,
@@ -320,9 +332,11 @@ def finish_kernel(
         dquery, dkey: the dq and dk of `with_states_kernel`.
         dpath, dweight: float32 (parts, rows, chunks * CHUNK), of dpath_block elements each: parts of dG and dbeta.
         dq, dk, dg, dbeta: (B, T, heads / repeats, K) and (B, T, heads), contiguous; written.
+        slices: of the heads of a group.
     """
-    chunk, of_group = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
+    chunk, of_slice = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     groups = heads // repeats
+    of_group, slice_begin = of_slice // slices, of_slice % slices * HEADS
     batch, group = of_group // groups, of_group % groups
     start = tl.cast(chunk, tl.int64) * CHUNK
     n, i = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
@@ -334,21 +348,23 @@ def finish_kernel(
     k += batch * k_batch + group * k_head + start * k_token
     dq += ((batch * T + start) * groups + group) * K
     dk += ((batch * T + start) * groups + group) * K
-    d = tl.load(dquery + of_tokens * K + place, mask=inside, other=0.0)
-    if DELTA:
-        x = tl.load(q + n[:, None] * q_token + i[None, :], mask=inside, other=0.0).to(tl.float32)
-        factor = tl.load(q_factor + of_tokens + n) / scale
-        d -= x * (factor * factor * tl.sum(x * d, axis=1))[:, None]
-    tl.store(dq + of_out, d.to(dq.dtype.element_ty), mask=inside)
-    d = tl.load(dkey + of_tokens * K + place, mask=inside, other=0.0)
-    if DELTA:
-        x = tl.load(k + n[:, None] * k_token + i[None, :], mask=inside, other=0.0).to(tl.float32)
-        factor = tl.load(k_factor + of_tokens + n)
-        d -= x * (factor * factor * tl.sum(x * d, axis=1))[:, None]
-    tl.store(dk + of_out, d.to(dk.dtype.element_ty), mask=inside)
+    if slice_begin == 0:
+        d = tl.load(dquery + of_tokens * K + place, mask=inside, other=0.0)
+        if DELTA:
+            x = tl.load(q + n[:, None] * q_token + i[None, :], mask=inside, other=0.0).to(tl.float32)
+            factor = tl.load(q_factor + of_tokens + n) / scale
+            d -= x * (factor * factor * tl.sum(x * d, axis=1))[:, None]
+        tl.store(dq + of_out, d.to(dq.dtype.element_ty), mask=inside)
+        d = tl.load(dkey + of_tokens * K + place, mask=inside, other=0.0)
+        if DELTA:
+            x = tl.load(k + n[:, None] * k_token + i[None, :], mask=inside, other=0.0).to(tl.float32)
+            factor = tl.load(k_factor + of_tokens + n)
+            d -= x * (factor * factor * tl.sum(x * d, axis=1))[:, None]
+        tl.store(dk + of_out, d.to(dk.dtype.element_ty), mask=inside)
 
     above = ancestors_of_chunk(first, start, n, T, PACKED)
-    for head in tl.range(group * repeats, group * repeats + repeats, num_stages=1):
+    begin, end = group * repeats + slice_begin, group * repeats + tl.minimum(slice_begin + HEADS, repeats)
+    for head in tl.range(begin, end, num_stages=1):
         of_row = ((batch * heads + head) * chunks + chunk) * CHUNK + n
         found, weight = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
         for part in range(parts):

@@ -8,7 +8,9 @@ chunk reaches (else 0), and with diagonal matrices written as vectors,
     X = beta (V - kept K S);  U = T X;  O = kept Q S + M U       `states_kernel`, chunk after chunk
     state after the chunk = kept_last S + K^T (decay_last U)
 
-Without DELTA they compute Mamba2 (`ssd`): q and k are not normalised, U = beta V, and T does not exist.
+Without DELTA they compute Mamba2 (`ssd`): q and k are not normalised, U = beta V, T does not exist, and the programs
+that compute outputs also compute M. The states of a sequence are then computed in segments, side by side: each begins
+with the sum of the segments before it, from `segments_kernel`.
 
 Precision: sums are float32, operands of products are rounded to OPERAND: bfloat16 for q in bfloat16, else float32,
 whose products take three TF32 products. Queries and keys enter products unnormalised, so these operands are exact;
@@ -86,6 +88,23 @@ def descendants_of_chunk(first, start, n, T, PACKED: tl.constexpr):
 
 
 @triton.jit
+def state_before_segment(state, own, kept, matrix, inside, elements, earlier):
+    """The state before a segment, float32 (BLOCK_K, BLOCK_V).
+
+    Args:
+        state: the state before the first segment.
+        own, kept: from `segments_kernel`, of the row's first segment.
+        matrix, inside: the place of each element in a state, and whether it is inside.
+        elements: of a state.
+        earlier: number of segments before this one.
+    """
+    for segment in range(earlier):
+        ended = tl.load(own + segment * elements + matrix, mask=inside, other=0.0)
+        state = state * tl.load(kept + segment) + ended
+    return state
+
+
+@triton.jit
 def inverse(a, OPERAND: tl.constexpr):
     """(1 + a)^-1 for a strictly lower a (C, C), by forward substitution: first in the blocks of the diagonal, column by
     column in float32, all blocks at once; then block row after block row."""
@@ -115,7 +134,7 @@ def inverse(a, OPERAND: tl.constexpr):
 def prepare_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, g, beta, first, path, q_factor, k_factor, solved,
     attending, T, K, heads, repeats, chunks, scale,
-    DELTA: tl.constexpr, ATTENDING: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
+    DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
     EPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Each program takes a chunk of a head.
@@ -127,13 +146,11 @@ def prepare_kernel(
         first: int32 (T,), first token of each token's document; read with PACKED.
         path: fp64 (rows, chunks * CHUNK), sums of g within chunks and documents, for B * heads rows; written.
         q_factor, k_factor: float32 (B * heads / repeats, chunks * CHUNK), which normalise queries and keys; written.
-        solved, attending: T and M of each chunk, (rows, chunks, CHUNK, CHUNK) of OPERAND; written with DELTA, with
-            ATTENDING.
+        solved, attending: T and M of each chunk, (rows, chunks, CHUNK, CHUNK) of OPERAND; written with DELTA.
         T, K, heads, repeats, chunks: numbers of tokens, channels of a key, value heads, value heads per key head,
             chunks.
         scale: factor on the normalised queries.
         DELTA: whether the delta rule is used; else Mamba2's sum.
-        ATTENDING: whether M is written.
         PACKED: whether documents are packed into the row.
         OPERAND: dtype of the operands of products, and of buffers.
         EPS: added to the squared lengths of queries and keys.
@@ -148,9 +165,9 @@ def prepare_kernel(
     q += batch * q_batch + group * q_head + start * q_token
     k += batch * k_batch + group * k_head + start * k_token
     inside = there[:, None] & (i < K)[None, :]
-    key = tl.load(k + n[:, None] * k_token + i[None, :], mask=inside, other=0.0)
-    query = tl.load(q + n[:, None] * q_token + i[None, :], mask=inside, other=0.0)
     if DELTA:
+        key = tl.load(k + n[:, None] * k_token + i[None, :], mask=inside, other=0.0)
+        query = tl.load(q + n[:, None] * q_token + i[None, :], mask=inside, other=0.0)
         wide_key, wide_query = key.to(tl.float32), query.to(tl.float32)
         key_factor = 1.0 / tl.sqrt(tl.sum(wide_key * wide_key, axis=1) + EPS)
         query_factor = scale / tl.sqrt(tl.sum(wide_query * wide_query, axis=1) + EPS)
@@ -166,14 +183,12 @@ def prepare_kernel(
     gate = tl.load(g + ours + n * heads, mask=there, other=0.0).to(tl.float64)
     here = tl.sum(tl.where(above, gate[None, :], 0.0), axis=1)
     tl.store(path + row * chunks * CHUNK + start + n, here)
-    decay = tl.where(above, tl.exp((here[:, None] - here[None, :]).to(tl.float32)), 0.0) * key_factor[None, :]
-
-    square = (row * chunks + chunk) * CHUNK * CHUNK + n[:, None] * CHUNK + n[None, :]
-    key_across, none = tl.trans(key), tl.zeros([CHUNK, CHUNK], tl.float32)
-    if ATTENDING:
+    if DELTA:
+        decay = tl.where(above, tl.exp((here[:, None] - here[None, :]).to(tl.float32)), 0.0) * key_factor[None, :]
+        square = (row * chunks + chunk) * CHUNK * CHUNK + n[:, None] * CHUNK + n[None, :]
+        key_across, none = tl.trans(key), tl.zeros([CHUNK, CHUNK], tl.float32)
         attends = product(query, key_across, none, OPERAND) * decay * query_factor[:, None]
         tl.store(attending + square, attends.to(OPERAND))
-    if DELTA:
         weight = tl.load(beta + ours + n * heads, mask=there, other=0.0).to(tl.float32)
         alike = product(key, key_across, none, OPERAND) * decay * (key_factor * weight)[:, None]
         alike = tl.where(n[:, None] > n[None, :], alike, 0.0)
@@ -183,13 +198,13 @@ def prepare_kernel(
 @kernel
 def states_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, beta, skip, first, path,
-    q_factor, k_factor, solved, attending, initial, out, final, states, updates, T, K, V, heads, repeats, padded,
-    blocks,
+    q_factor, k_factor, solved, attending, initial, own, shares, out, final, states, updates, T, K, V, heads, repeats,
+    padded, blocks, segments,
     DELTA: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
-    INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
+    INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, SEGMENTED: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes BLOCK_V columns of the state of a head, from the first chunk to the last.
+    """Each program takes BLOCK_V columns of the state of a head, from the first chunk of a segment to the last.
 
     Args:
         q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, beta, first, path, q_factor, k_factor, solved,
@@ -198,6 +213,7 @@ def states_kernel(
         skip: (heads,), factors of v in the outputs; read with SKIP.
         initial, final: float32 (B, heads, K, V), contiguous, the first state, read with INITIAL, and the last, written
             with FINAL.
+        own, shares: from `segments_kernel`; read with SEGMENTED.
         out: (B, T, heads, V), contiguous, the outputs; written with OUTPUT.
         states: the state before each chunk, (rows, chunks, K, V) of OPERAND; written without OUTPUT.
         updates: U of each chunk, (rows, chunks, CHUNK, V) of OPERAND; written without OUTPUT, with DELTA.
@@ -205,12 +221,14 @@ def states_kernel(
         padded: tokens of all chunks of a row. Triton makes a constant of an argument that is 1, and does not pipeline a
             loop of constant length 1, see `MIN_WIDTH`.
         blocks: blocks of BLOCK_V columns of a state.
-        SKIP, INITIAL, FINAL, OUTPUT: whether there is a skip, a first state, a last state; outputs, or states and
-            updates.
+        segments: of the chunks of a row, of equal length but for the last; 1 with DELTA.
+        SKIP, INITIAL, FINAL, OUTPUT, SEGMENTED: whether there is a skip, a first state, a last state; outputs, or
+            states and updates; several segments.
         BLOCK_V, STAGES: columns of a state per tile, and stages of the loop's pipeline.
     """
     chunks = padded // CHUNK
-    row = (tl.program_id(0) // blocks).to(tl.int64)
+    segment = tl.program_id(0) // blocks % segments
+    row = (tl.program_id(0) // blocks // segments).to(tl.int64)
     batch, head = row // heads, row % heads
     group = head // repeats
     n, i = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
@@ -228,7 +246,13 @@ def states_kernel(
     else:
         state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     none = tl.zeros([CHUNK, BLOCK_V], tl.float32)
-    for chunk in tl.range(0, chunks, num_stages=STAGES):
+    begin, end = 0, chunks
+    if SEGMENTED:
+        of_row = row * segments
+        state = state_before_segment(state, own + of_row * K * V, shares + of_row, matrix, of_state, K * V, segment)
+        length = tl.cdiv(chunks, segments)
+        begin, end = segment * length, tl.minimum((segment + 1) * length, chunks)
+    for chunk in tl.range(begin, end, num_stages=STAGES):
         start = tl.cast(chunk, tl.int64) * CHUNK
         there = n < T - start
         ours = (batch * T + start) * heads + head
@@ -251,7 +275,14 @@ def states_kernel(
             query = tl.load(q + start * q_token + n[:, None] * q_token + i[None, :], mask=of_keys, other=0.0)
             o = product(query, state, none, OPERAND)
             o *= (kept * tl.load(q_factor + factors + start + n))[:, None]
-            o = product(tl.load(attending + tile * CHUNK * CHUNK + square), u, o, OPERAND)
+            if DELTA:
+                m = tl.load(attending + tile * CHUNK * CHUNK + square)
+            else:
+                here = tl.load(path + start + n)
+                above = ancestors_of_chunk(first, start, n, T, PACKED)
+                decay = tl.where(above, tl.exp((here[:, None] - here[None, :]).to(tl.float32)), 0.0)
+                m = product(query, across, tl.zeros([CHUNK, CHUNK], tl.float32), OPERAND) * decay
+            o = product(m, u, o, OPERAND)
             if SKIP:
                 o += tl.load(skip + head).to(tl.float32) * value.to(tl.float32)
             at = ours * V + n[:, None] * (heads * V) + j[None, :]
@@ -263,4 +294,59 @@ def states_kernel(
                 tl.store(updates + at, u.to(OPERAND), mask=(j < V)[None, :])
         state = product(across, (to_last * key_factor)[:, None] * u, state * kept_last, OPERAND)
     if FINAL:
-        tl.store(final + row * K * V + matrix, state, mask=of_state)
+        tl.store(final + row * K * V + matrix, state, mask=of_state & (segment == segments - 1))
+
+
+@kernel
+def segments_kernel(
+    keys, keys_batch, keys_token, keys_head, values, values_batch, values_token, values_head, beta, first, path, own,
+    shares, T, K, V, heads, repeats, padded, blocks, segments,
+    BACKWARD: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Without the delta rule, each program takes BLOCK_V columns of a state and a segment of chunks: the state after it
+    if the state before it is zero, and the decay of a state over it.
+
+    Args:
+        keys, keys_batch, keys_token, keys_head: keys (B, T, heads / repeats, K), with BACKWARD queries, and strides.
+        values, values_batch, values_token, values_head: values (B, T, heads, V), with BACKWARD the gradients of the
+            outputs, and strides.
+        beta, first, path, T, K, V, heads, repeats, padded, blocks, segments, PACKED, OPERAND, CHUNK, BLOCK_K, BLOCK_V,
+            STAGES: see `states_kernel`.
+        own, shares: float32 (rows, segments, K, V) and (rows, segments); written, except for the last segment.
+        BACKWARD: whether states are gradients, and run from the last chunk to the first; the last segment is the one
+            with the first chunk.
+    """
+    chunks = padded // CHUNK
+    segment = tl.program_id(0) // blocks % (segments - 1)
+    row = (tl.program_id(0) // blocks // (segments - 1)).to(tl.int64)
+    batch, head = row // heads, row % heads
+    n, i = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    block = tl.program_id(0) % blocks
+    j = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    keys += batch * keys_batch + head // repeats * keys_head
+    values += batch * values_batch + head * values_head
+    path += row * padded
+    state, share = tl.zeros([BLOCK_K, BLOCK_V], tl.float32), 1.0
+    length = tl.cdiv(chunks, segments)
+    for done in tl.range(segment * length, (segment + 1) * length, num_stages=STAGES):
+        chunk = done
+        if BACKWARD:
+            chunk = chunks - 1 - done
+        start = tl.cast(chunk, tl.int64) * CHUNK
+        there = n < T - start
+        across = there[None, :] & (i < K)[:, None]
+        key = tl.load(keys + start * keys_token + n[None, :] * keys_token + i[:, None], mask=across, other=0.0)
+        of_values = there[:, None] & (j < V)[None, :]
+        value = tl.load(values + (start + n[:, None]) * values_token + j[None, :], mask=of_values, other=0.0)
+        kept, to_last, kept_last = decays_of_chunk(path, first, start, n, T, PACKED)
+        if BACKWARD:
+            factor = kept
+        else:
+            factor = tl.load(beta + (batch * T + start + n) * heads + head, mask=there, other=0.0) * to_last
+        state = product(key, factor[:, None] * value.to(tl.float32), state * kept_last, OPERAND)
+        share *= kept_last
+    of_segment = row * segments + segment
+    of_state = (i < K)[:, None] & (j < V)[None, :]
+    tl.store(own + of_segment * K * V + i[:, None] * V + j[None, :], state, mask=of_state)
+    tl.store(shares + of_segment, share, mask=block == 0)

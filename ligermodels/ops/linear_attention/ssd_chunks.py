@@ -122,29 +122,33 @@ def _group_pairs_kernel(
         alike = product(query, tl.trans(key), total, OPERAND)
         alike_alone = tl.sum(tl.where(n[:, None] == n[None, :], alike, 0.0), axis=0)
         alike = tl.where(n[:, None] > n[None, :], alike, 0.0)
-    for head in tl.range(group * repeats + begin, group * repeats + tl.minimum(begin + HEADS, repeats), num_stages=1):
+    value_blocks, count = tl.cdiv(V, BLOCK_V), tl.minimum(HEADS, repeats - begin)
+    none = tl.zeros([CHUNK], tl.float32)
+    alone, later, along = none, none, none
+    for step in tl.range(0, count * value_blocks, num_stages=STAGES):  # see `with_states_kernel`
+        at = step % value_blocks * BLOCK_V
+        head = group * repeats + begin + step // value_blocks
         row = batch * heads + head
-        attends, alone = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
-        for at in tl.range(0, V, BLOCK_V, num_stages=STAGES):
-            j = at + tl.arange(0, BLOCK_V)
-            of_values = there[:, None] & (j < V)[None, :]
-            do = tl.load(dout + head * dout_head + n[:, None] * dout_token + j[None, :], mask=of_values, other=0.0)
-            value = tl.load(v + head * v_head + n[:, None] * v_token + j[None, :], mask=of_values, other=0.0)
-            alone += tl.sum(do.to(tl.float32) * value.to(tl.float32), axis=1)
-            if GROUPS:
-                attends = product(do, tl.trans(value), attends, OPERAND)
+        j = at + tl.arange(0, BLOCK_V)
+        of_values = there[:, None] & (j < V)[None, :]
+        do = tl.load(dout + head * dout_head + n[:, None] * dout_token + j[None, :], mask=of_values, other=0.0)
+        value = tl.load(v + head * v_head + n[:, None] * v_token + j[None, :], mask=of_values, other=0.0)
+        alone = tl.where(at == 0, none, alone) + tl.sum(do.to(tl.float32) * value.to(tl.float32), axis=1)
         if DSKIP:
             tl.store(dskip + row * chunks + chunk, tl.sum(alone, axis=0))
         if GROUPS:
             of_row = (row * chunks + chunk) * CHUNK + n
             here = tl.load(path + of_row)
             weight = tl.load(beta + (batch * T + start + n) * heads + head, mask=there, other=0.0).to(tl.float32)
-            attends *= tl.where(above, tl.exp((here[:, None] - here[None, :]).to(tl.float32)), 0.0)
-            of_decay = attends * alike
-            later = tl.sum(of_decay, axis=0)
-            tl.store(dbeta + of_row, later + alone * alike_alone)
-            tl.store(dpath + of_row, tl.sum(of_decay * weight[None, :], axis=1) - later * weight)
+            decay = tl.where(above, tl.exp((here[:, None] - here[None, :]).to(tl.float32)), 0.0)
+            attends = product(do, tl.trans(value), tl.zeros([CHUNK, CHUNK], tl.float32), OPERAND) * decay
             total += attends * weight[None, :]
+            of_decay = attends * alike
+            of_later = tl.sum(of_decay, axis=0)
+            later = tl.where(at == 0, none, later) + of_later
+            along = tl.where(at == 0, none, along) + tl.sum(of_decay * weight[None, :], axis=1) - of_later * weight
+            tl.store(dbeta + of_row, later + alone * alike_alone)
+            tl.store(dpath + of_row, along)
     if GROUPS:
         square = (of_slice * chunks + chunk) * CHUNK * CHUNK
         tl.store(dm + square + n[:, None] * CHUNK + n[None, :], total.to(OPERAND))
@@ -223,7 +227,7 @@ def _ssd_chunks_backward(
     if not x.shape[0]:
         dskip.zero_()
         return gradients
-    launch = Launch(C, B, x, g, dt, initial, first, delta=False, skip=D, attending=False)
+    launch = Launch(C, B, x, g, dt, initial, first, delta=False, skip=D)
     launch.prepare()
     of_out, dstates = heads_and_strides(dout), None
     if need_x or need_groups or need_initial:
