@@ -219,7 +219,8 @@ class Launch:
         states_backward_kernel[(self.rows * blocks * segments,)](
             *self.keys, *dout, self.beta, self.first, self.path, *self.factors, *self.squares, dfinal, *of_segments, dv,
             dstates, dx, dinitial, self.tokens, self.key_dim, self.value_dim, self.heads, self.repeats,
-            self.chunks * CHUNK, blocks, segments, **tiles, FINAL=dfinal is not None, INITIAL=dinitial is not None, SEGMENTED=segments > 1,
+            self.chunks * CHUNK, blocks, segments, **tiles, FINAL=dfinal is not None, INITIAL=dinitial is not None,
+            SEGMENTED=segments > 1,
         )  # fmt: skip
 
     def pairs(self, dout: Any, updates: Tensor, dx: Tensor, dpath: Tensor, dbeta: Tensor) -> None:
