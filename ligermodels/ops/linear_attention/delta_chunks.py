@@ -22,7 +22,13 @@ from ligermodels.ops.linear_attention.delta_chunks_backward import (
     with_states_kernel,
     within_chunks_kernel,
 )
-from ligermodels.ops.linear_attention.delta_chunks_forward import CHUNK, prepare_kernel, segments_kernel, states_kernel
+from ligermodels.ops.linear_attention.delta_chunks_forward import (
+    CHUNK,
+    paths_kernel,
+    prepare_kernel,
+    segments_kernel,
+    states_kernel,
+)
 from ligermodels.ops.runtime.devices import gpu_of, num_sms, power_of_2_above, shared_memory
 from ligermodels.ops.runtime.dispatch import INTERPRETED, tl
 from ligermodels.ops.runtime.library import custom_op, is_fake
@@ -35,16 +41,18 @@ MAX_KEY_DIM = 128  # a tile of the state, of all keys, is held in registers; the
 ALIGNED = 16  # elements; see MIN_WIDTH and aligned_heads
 
 TILES: dict[str, Mapping[str, int]] = {
+    "paths": {"num_warps": 1},
     "prepare": {"num_warps": 4},
     "segments": {"BLOCK_V": 64, "STAGES": 3, "num_warps": 4},
+    "states_of_sums": {"BLOCK_V": 64, "STAGES": 2, "num_warps": 4},
     "states": {"BLOCK_V": 32, "STAGES": 3, "num_warps": 4},
     "states_backward": {"BLOCK_V": 32, "STAGES": 3, "num_warps": 4},
     "pairs": {"BLOCK_V": 64, "STAGES": 2, "num_warps": 4},
     "within_chunks": {"BLOCK_K": 64, "num_warps": 4},
-    "with_states": {"BLOCK_K": 32, "BLOCK_V": 64, "STAGES": 2, "num_warps": 4},
+    "with_states": {"BLOCK_K": 64, "BLOCK_V": 64, "STAGES": 3, "num_warps": 4},
     "finish": {"HEADS": 8, "num_warps": 4},
     "values": {"BLOCK_V": 64, "STAGES": 1, "num_warps": 4},
-    "group_pairs": {"BLOCK_V": 64, "STAGES": 1, "num_warps": 4},
+    "group_pairs": {"BLOCK_V": 64, "STAGES": 3, "num_warps": 8},
 }
 """Most columns of a tile, most stages of the loop's pipeline, and warps. Tuned for Hopper and K = 128."""
 
@@ -137,7 +145,8 @@ class Launch:
         self.stages = most_stages(q)
         padded = self.chunks * CHUNK
         self.path = q.new_empty(self.rows, padded, dtype=torch.float64)
-        self.factors = [q.new_empty(self.batch * self.groups, padded, dtype=torch.float32) for _ in range(2)]
+        groups = self.batch * self.groups
+        self.factors = [q.new_empty(groups, padded, dtype=torch.float32) if delta else None for _ in range(2)]
         self.squares = [self.of_chunks(CHUNK, CHUNK) if delta else None for _ in range(2)]
         self.skip = contiguous(skip)
 
@@ -153,10 +162,16 @@ class Launch:
 
     def prepare(self) -> None:
         """Fills the buffers."""
+        if not self.options["DELTA"]:
+            paths_kernel[(self.rows * self.chunks,)](
+                self.g, self.first, self.path, self.tokens, self.heads, self.chunks, PACKED=self.options["PACKED"],
+                CHUNK=CHUNK, **TILES["paths"],
+            )  # fmt: skip
+            return
         prepare_kernel[(self.rows * self.chunks,)](
             *self.keys, self.g, self.beta, self.first, self.path, *self.factors, *self.squares,
             self.tokens, self.key_dim, self.heads, self.repeats, self.chunks, self.scale,
-            **self.tiles("prepare"), EPS=EPS,
+            **self.tiles("prepare", "DELTA"), EPS=EPS,
         )  # fmt: skip
 
     def states(
@@ -164,7 +179,7 @@ class Launch:
     ) -> None:
         """Writes the outputs to `out` and the last state to `final`; without `out`, writes the state before each chunk
         to `states` and, with `delta`, the updates of the tokens to `updates`."""
-        tiles = self.tiles("states")
+        tiles = self.tiles("states" if self.options["DELTA"] else "states_of_sums")
         blocks = -(-self.value_dim // tiles["BLOCK_V"])
         segments, *of_segments = self.segments(self.keys[4:], self.v, backward=False)
         states_kernel[(self.rows * blocks * segments,)](

@@ -42,7 +42,7 @@ def states_backward_kernel(
 
     Args:
         q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, beta, first, path, q_factor, k_factor, solved,
-            attending, DELTA, PACKED, OPERAND, CHUNK, BLOCK_K: see `prepare_kernel`.
+            attending, DELTA, PACKED, OPERAND, CHUNK, BLOCK_K: see `states_kernel`.
         dout, dout_batch, dout_token, dout_head: gradient of the outputs (B, T, heads, V), and its strides.
         dfinal, dinitial: float32 (B, heads, K, V), gradients of the last state, read, and of the first, written.
         own, shares: from `segments_kernel` with BACKWARD; read with SEGMENTED.
@@ -90,7 +90,9 @@ def states_backward_kernel(
         across = there[None, :] & (i < K)[:, None]
         query_across = tl.load(q + start * q_token + n[None, :] * q_token + i[:, None], mask=across, other=0.0)
         do = tl.load(dout + start * dout_token + n[:, None] * dout_token + j[None, :], mask=of_values, other=0.0)
-        query_factor = tl.load(q_factor + factors + start + n)
+        query_factor = 1.0
+        if DELTA:
+            query_factor = tl.load(q_factor + factors + start + n)
         kept, to_last, kept_last = decays_of_chunk(path, first, start, n, T, PACKED)
 
         tl.store(dstates + tile * K * V + matrix, dstate.to(OPERAND), mask=of_state)
@@ -266,7 +268,9 @@ def with_states_kernel(
     of_tokens = (of_group * chunks + chunk) * CHUNK
     key = tl.load(k + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0).to(tl.float32)
     query = tl.load(q + n[:, None] * q_token + i[None, :], mask=of_keys, other=0.0).to(tl.float32)
-    query_factor, key_factor = tl.load(q_factor + of_tokens + n), tl.load(k_factor + of_tokens + n)
+    query_factor, key_factor = 1.0, 1.0
+    if DELTA:
+        query_factor, key_factor = tl.load(q_factor + of_tokens + n), tl.load(k_factor + of_tokens + n)
     none, of_none = tl.zeros([CHUNK, BLOCK_K], tl.float32), tl.zeros([CHUNK], tl.float32)
     dquery, dkey, found, dweight = none, none, of_none, of_none
     value_blocks = tl.cdiv(V, BLOCK_V)

@@ -130,14 +130,46 @@ def inverse(a, OPERAND: tl.constexpr):
     return found
 
 
+@triton.jit
+def path_of_chunk(g, path, heads, above, n, is_token):
+    """Sums of g over the tokens up to each token of a chunk, in its document, float64 (C,); written to `path`.
+
+    Args:
+        g: gates of the chunk, `heads` elements from one token to the next.
+        path: the chunk's place for them.
+        heads: number of heads.
+        above: from `ancestors_of_chunk`.
+        n: (C,), indices within the chunk.
+        is_token: (C,), whether the token is there.
+    """
+    gate = tl.load(g + n * heads, mask=is_token, other=0.0).to(tl.float64)
+    sums = tl.sum(tl.where(above, gate[None, :], 0.0), axis=1)
+    tl.store(path + n, sums)
+    return sums
+
+
+@kernel
+def paths_kernel(g, first, path, T, heads, chunks, PACKED: tl.constexpr, CHUNK: tl.constexpr):
+    """Without the delta rule: each program takes a chunk of a head.
+
+    Args:
+        g, first, path, T, heads, chunks, PACKED, CHUNK: see `prepare_kernel`.
+    """
+    chunk, row = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
+    start = tl.cast(chunk, tl.int64) * CHUNK
+    n = tl.arange(0, CHUNK)
+    above = ancestors_of_chunk(first, start, n, T, PACKED)
+    g += (row // heads * T + start) * heads + row % heads
+    path_of_chunk(g, path + (row * chunks + chunk) * CHUNK, heads, above, n, n < T - start)
+
+
 @kernel
 def prepare_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, g, beta, first, path, q_factor, k_factor, solved,
     attending, T, K, heads, repeats, chunks, scale,
-    DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
-    EPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    PACKED: tl.constexpr, OPERAND: tl.constexpr, EPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes a chunk of a head.
+    """With the delta rule: each program takes a chunk of a head.
 
     Args:
         q, q_batch, q_token, q_head: queries (B, T, heads / repeats, K), and their strides in elements.
@@ -146,11 +178,10 @@ def prepare_kernel(
         first: int32 (T,), first token of each token's document; read with PACKED.
         path: fp64 (rows, chunks * CHUNK), sums of g within chunks and documents, for B * heads rows; written.
         q_factor, k_factor: float32 (B * heads / repeats, chunks * CHUNK), which normalise queries and keys; written.
-        solved, attending: T and M of each chunk, (rows, chunks, CHUNK, CHUNK) of OPERAND; written with DELTA.
+        solved, attending: T and M of each chunk, (rows, chunks, CHUNK, CHUNK) of OPERAND; written.
         T, K, heads, repeats, chunks: numbers of tokens, channels of a key, value heads, value heads per key head,
             chunks.
         scale: factor on the normalised queries.
-        DELTA: whether the delta rule is used; else Mamba2's sum.
         PACKED: whether documents are packed into the row.
         OPERAND: dtype of the operands of products, and of buffers.
         EPS: added to the squared lengths of queries and keys.
@@ -165,14 +196,11 @@ def prepare_kernel(
     q += batch * q_batch + group * q_head + start * q_token
     k += batch * k_batch + group * k_head + start * k_token
     inside = there[:, None] & (i < K)[None, :]
-    if DELTA:
-        key = tl.load(k + n[:, None] * k_token + i[None, :], mask=inside, other=0.0)
-        query = tl.load(q + n[:, None] * q_token + i[None, :], mask=inside, other=0.0)
-        wide_key, wide_query = key.to(tl.float32), query.to(tl.float32)
-        key_factor = 1.0 / tl.sqrt(tl.sum(wide_key * wide_key, axis=1) + EPS)
-        query_factor = scale / tl.sqrt(tl.sum(wide_query * wide_query, axis=1) + EPS)
-    else:
-        key_factor, query_factor = tl.full([CHUNK], 1.0, tl.float32), tl.full([CHUNK], 1.0, tl.float32)
+    key = tl.load(k + n[:, None] * k_token + i[None, :], mask=inside, other=0.0)
+    query = tl.load(q + n[:, None] * q_token + i[None, :], mask=inside, other=0.0)
+    wide_key, wide_query = key.to(tl.float32), query.to(tl.float32)
+    key_factor = 1.0 / tl.sqrt(tl.sum(wide_key * wide_key, axis=1) + EPS)
+    query_factor = scale / tl.sqrt(tl.sum(wide_query * wide_query, axis=1) + EPS)
     if head % repeats == 0:
         of_group = (batch * (heads // repeats) + group) * chunks * CHUNK + start
         tl.store(k_factor + of_group + n, key_factor)
@@ -180,19 +208,17 @@ def prepare_kernel(
 
     above = ancestors_of_chunk(first, start, n, T, PACKED)
     ours = (batch * T + start) * heads + head
-    gate = tl.load(g + ours + n * heads, mask=there, other=0.0).to(tl.float64)
-    here = tl.sum(tl.where(above, gate[None, :], 0.0), axis=1)
-    tl.store(path + row * chunks * CHUNK + start + n, here)
-    if DELTA:
-        decay = tl.where(above, tl.exp((here[:, None] - here[None, :]).to(tl.float32)), 0.0) * key_factor[None, :]
-        square = (row * chunks + chunk) * CHUNK * CHUNK + n[:, None] * CHUNK + n[None, :]
-        key_across, none = tl.trans(key), tl.zeros([CHUNK, CHUNK], tl.float32)
-        attends = product(query, key_across, none, OPERAND) * decay * query_factor[:, None]
-        tl.store(attending + square, attends.to(OPERAND))
-        weight = tl.load(beta + ours + n * heads, mask=there, other=0.0).to(tl.float32)
-        alike = product(key, key_across, none, OPERAND) * decay * (key_factor * weight)[:, None]
-        alike = tl.where(n[:, None] > n[None, :], alike, 0.0)
-        tl.store(solved + square, inverse(alike, OPERAND).to(OPERAND))
+    here = path_of_chunk(g + ours, path + (row * chunks + chunk) * CHUNK, heads, above, n, there)
+    decay = tl.where(above, tl.exp((here[:, None] - here[None, :]).to(tl.float32)), 0.0) * key_factor[None, :]
+
+    square = (row * chunks + chunk) * CHUNK * CHUNK + n[:, None] * CHUNK + n[None, :]
+    key_across, none = tl.trans(key), tl.zeros([CHUNK, CHUNK], tl.float32)
+    attends = product(query, key_across, none, OPERAND) * decay * query_factor[:, None]
+    tl.store(attending + square, attends.to(OPERAND))
+    weight = tl.load(beta + ours + n * heads, mask=there, other=0.0).to(tl.float32)
+    alike = product(key, key_across, none, OPERAND) * decay * (key_factor * weight)[:, None]
+    alike = tl.where(n[:, None] > n[None, :], alike, 0.0)
+    tl.store(solved + square, inverse(alike, OPERAND).to(OPERAND))
 
 
 @kernel
@@ -208,7 +234,8 @@ def states_kernel(
 
     Args:
         q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, beta, first, path, q_factor, k_factor, solved,
-            attending, T, K, heads, repeats, DELTA, PACKED, OPERAND, CHUNK, BLOCK_K: see `prepare_kernel`.
+            attending, T, K, heads, repeats, PACKED, OPERAND, CHUNK, BLOCK_K: see `prepare_kernel`; q_factor, k_factor,
+            solved and attending are read with DELTA.
         v, v_batch, v_token, v_head: values (B, T, heads, V), and their strides.
         skip: (heads,), factors of v in the outputs; read with SKIP.
         initial, final: float32 (B, heads, K, V), contiguous, the first state, read with INITIAL, and the last, written
@@ -222,6 +249,7 @@ def states_kernel(
             loop of constant length 1, see `MIN_WIDTH`.
         blocks: blocks of BLOCK_V columns of a state.
         segments: of the chunks of a row, of equal length but for the last; 1 with DELTA.
+        DELTA: whether the delta rule is used; else Mamba2's sum.
         SKIP, INITIAL, FINAL, OUTPUT, SEGMENTED: whether there is a skip, a first state, a last state; outputs, or
             states and updates; several segments.
         BLOCK_V, STAGES: columns of a state per tile, and stages of the loop's pipeline.
@@ -261,7 +289,9 @@ def states_kernel(
         of_across = there[None, :] & (i < K)[:, None]
         across = tl.load(k + start * k_token + n[None, :] * k_token + i[:, None], mask=of_across, other=0.0)
         value = tl.load(v + start * v_token + n[:, None] * v_token + j[None, :], mask=of_values, other=0.0)
-        key_factor = tl.load(k_factor + factors + start + n)
+        query_factor, key_factor = 1.0, 1.0
+        if DELTA:
+            query_factor, key_factor = tl.load(q_factor + factors + start + n), tl.load(k_factor + factors + start + n)
         weight = tl.load(beta + ours + n * heads, mask=there, other=0.0).to(tl.float32)
         kept, to_last, kept_last = decays_of_chunk(path, first, start, n, T, PACKED)
 
@@ -274,7 +304,7 @@ def states_kernel(
         if OUTPUT:
             query = tl.load(q + start * q_token + n[:, None] * q_token + i[None, :], mask=of_keys, other=0.0)
             o = product(query, state, none, OPERAND)
-            o *= (kept * tl.load(q_factor + factors + start + n))[:, None]
+            o *= (kept * query_factor)[:, None]
             if DELTA:
                 m = tl.load(attending + tile * CHUNK * CHUNK + square)
             else:
