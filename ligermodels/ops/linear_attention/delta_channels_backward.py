@@ -18,8 +18,8 @@ heads of a group, and continues through the normalisation.
 from ligermodels.ops.linear_attention.delta_channels_forward import (
     decay_of_level,
     decays_of_channels,
-    differing_bits,
     inverse_lengths,
+    pairs_of_level,
 )
 from ligermodels.ops.linear_attention.delta_chunks_forward import ancestors_of_chunk, descendants_of_chunk, product
 from ligermodels.ops.runtime.dispatch import tl, triton
@@ -171,7 +171,6 @@ def channel_pairs_backward_kernel(
     weight = tl.load(beta + first_row + n * heads, mask=is_token, other=0.0).to(tl.float32)
     own = tl.load(dm + n * CHUNK + n).to(tl.float32)[:, None]
     along = tl.load(dweight + tile * CHUNK + n)
-    differing = differing_bits(n)
     zeros = tl.zeros([CHUNK, BLOCK_K], tl.float32)
     for at in range(0, K, BLOCK_K):
         i = at + tl.arange(0, BLOCK_K)
@@ -205,15 +204,19 @@ def channel_pairs_backward_kernel(
         shrunk = shrunk * over_chunk + tl.sum(by_write * key, axis=0)
         for level in tl.range(0, LEVELS, num_stages=1):
             decay = decay_of_level(here, path, i, n, level, K)
-            pairs = (differing >> level) == 1
+            pairs = pairs_of_level(n, level)
             decayed = (key * decay).to(OPERAND)
             of_query = tl.load(dm + square, mask=pairs, other=0.0)
             of_key = tl.load(da + square, mask=pairs, other=0.0)
             by_query += product(of_query, decayed, zeros, OPERAND) * decay
             by_read += product(of_key, decayed, zeros, OPERAND) * decay
-            by_pairs = product(tl.trans(of_query), query * decay, zeros, OPERAND)
-            by_pairs = product(tl.trans(of_key), decayed, by_pairs, OPERAND)
-            by_write += by_pairs * decay
+            # Two sums: of a product that another one continues, Triton lets each half of the warps compute all.
+            by_write += product(tl.trans(of_query), query * decay, zeros, OPERAND) * decay
+            by_write += product(tl.trans(of_key), decayed, zeros, OPERAND) * decay
+        # Loaded again: registers do not suffice for them in the layout of products too.
+        query = tl.load(q + n[:, None] * q_token + i[None, :], mask=of_keys, other=0.0, volatile=True).to(tl.float32)
+        key = tl.load(k + n[:, None] * k_token + i[None, :], mask=of_keys, other=0.0, volatile=True).to(tl.float32)
+        query, key = query * query_factor[:, None], key * key_factor[:, None]
         tl.store(dquery + out, by_query + own * key, mask=of_out)
         tl.store(dkey + out, by_read + by_write + own * query, mask=of_out)
         # Parts of dG cancel in these sums, so it enters as the sum of two operands.

@@ -60,9 +60,10 @@ def decays_of_channels(here, path, i, first, start, n, T, K, PACKED: tl.constexp
 
 
 @triton.jit
-def differing_bits(n):
-    """i ^ j for tokens j before i, else 0, at [i, j]. The pair is on the level of the highest bit."""
-    return tl.where(n[:, None] > n[None, :], n[:, None] ^ n[None, :], 0)
+def pairs_of_level(n, level):
+    """Whether token j is in the left and token i in the right half of one block of a level, see above, at [i, j]."""
+    half = n >> level
+    return tl.where(half % 2 == 1, half - 1, -1)[:, None] == half[None, :]
 
 
 @triton.jit
@@ -141,7 +142,6 @@ def channel_pairs_kernel(
     key_factor = inverse_lengths(k, k_token, n, is_token, K, EPS, BLOCK_K)
     zeros = tl.zeros([CHUNK, CHUNK], tl.float32)
     keys_alike, attends, own = zeros, zeros, tl.zeros([CHUNK], tl.float32)
-    differing = differing_bits(n)
     for at in range(0, K, BLOCK_K):
         i = at + tl.arange(0, BLOCK_K)
         of_keys, of_out = is_token[:, None] & (i < K)[None, :], (i < K)[None, :]
@@ -158,7 +158,7 @@ def channel_pairs_kernel(
         own += tl.sum(query * key, axis=1)
         for level in tl.range(0, LEVELS, num_stages=1):
             decay = decay_of_level(here, path, i, n, level, K)
-            pairs = (differing >> level) == 1
+            pairs = pairs_of_level(n, level)
             decayed = (key * decay).to(OPERAND)
             across = tl.trans(decayed)
             keys_alike += tl.where(pairs, product(decayed, across, zeros, OPERAND), 0.0)
