@@ -238,7 +238,8 @@ def before_normalisation(
     mask = is_token[:, None] & (i < K)[None, :]
     total = tl.zeros([n.shape[0], i.shape[0]], tl.float32)
     for head in tl.range(0, heads, num_stages=1):
-        total += tl.load(d + head * chunks * CHUNK * K + n[:, None] * K + i[None, :], mask=mask, other=0.0)
+        of_head = d + tl.cast(head, tl.int64) * chunks * CHUNK * K
+        total += tl.load(of_head + n[:, None] * K + i[None, :], mask=mask, other=0.0)
     unit = tl.load(x + n[:, None] * x_token + i[None, :], mask=mask, other=0.0).to(tl.float32)
     factor = 1.0 / tl.sqrt(tl.sum(unit * unit, axis=1) + EPS)
     unit *= factor[:, None]
