@@ -1,5 +1,6 @@
 """`ligermodels plan`: memory against peaks measured on a GPU, the arithmetic of costs, and the command."""
 
+import gc
 import itertools
 import json
 import re
@@ -25,6 +26,7 @@ from ligermodels.cli import app
 from ligermodels.cli.plan import memory_size
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.ops import gated_delta_rule
+from ligermodels.ops.linear_attention import delta_channels
 from ligermodels.ops.runtime.library import host_code
 from ligermodels.parallel import trace
 from ligermodels.parallel.advice import _divisors, candidates
@@ -153,8 +155,15 @@ def delta_operands(tokens: int, heads: int, width: int, device: str) -> list[tor
 
 
 @pytest.mark.kernels
-def test_buffers_of_kimi_delta_attention_are_allocated_on_the_meta_device() -> None:
+def test_buffers_of_kimi_delta_attention_are_allocated_on_the_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the kernels run: as many bytes at once, in both passes."""
+    launch = delta_channels._Launch.launch
+
+    def collecting(*args: Any, **constants: Any) -> None:
+        launch(*args, **constants)
+        gc.collect()  # Triton's interpreter leaves cycles that hold the kernel's arguments
+
+    monkeypatch.setattr(delta_channels._Launch, "launch", collecting)
     found = []
     for device in ("cpu", "meta"):
         *operands, dout = delta_operands(150, 3, 32, device)
@@ -167,7 +176,7 @@ def test_buffers_of_kimi_delta_attention_are_allocated_on_the_meta_device() -> N
             with Allocated() as allocated:
                 function(*arguments)
             found.append(allocated.most)
-    assert found[:2] == found[2:] and found[1] > 2 * found[0] > 150 * 3 * (20 * 32 + 512)
+    assert found[:2] == found[2:] and found[1] > 1.5 * found[0] > 150 * 3 * (10 * 32 + 256)
 
 
 def test_memory_of_kimi_delta_attention_is_that_measured_on_an_h200() -> None:
@@ -190,7 +199,7 @@ def test_plans_count_buffers_of_kimi_delta_attention(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(trace, "host_code", lambda op: None)
     without = step_memory(on_meta(config), 1, 2048)
     assert counted.activations == without.activations
-    assert counted.total - without.total > 2048 * 8 * (20 * 64 + 512)
+    assert counted.total - without.total > 2048 * 8 * (12 * 64 + 8 * 64)
 
 
 @pytest.mark.parametrize("name", OF_EACH_KIND)
