@@ -87,6 +87,29 @@ def test_is_the_recurrence(where: Where, case: str) -> None:
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("lengths", [[650], [30, 130, 448, 42]], ids=["a text", "packed"])
+def test_segments_are_computed_side_by_side(
+    kernels_device: torch.device, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In five segments of two chunks and a last one of one, and in one, which differ by rounding alone."""
+    given = operands(Sizes(1, 650, 1, 2, 16, 16), Where(kernels_device, torch.float32), step=0.02)
+    bounds = torch.tensor([0, *lengths], device=kernels_device).cumsum(0).int()
+    counts: list[int] = []
+    segments = delta_chunks.Launch.segments
+
+    def counted(*args: Any, **options: Any) -> Any:
+        counts.append((found := segments(*args, **options))[0])
+        return found
+
+    monkeypatch.setattr(delta_chunks.Launch, "segments", counted)
+    for programs, count in ((1000, 6), (0, 1)):
+        monkeypatch.setattr(delta_chunks, "PROGRAMS", programs)
+        assert_right(given, bounds, run)
+        assert set(counts) == {count}
+        counts.clear()
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize("rate", [0.0, -1e-4, -80.0])
 def test_extreme_decays(kernels_device: torch.device, rate: float) -> None:
     """A state that is kept, or gone at once."""
