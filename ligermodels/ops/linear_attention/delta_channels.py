@@ -36,10 +36,10 @@ from ligermodels.ops.runtime.tensors import contiguous, heads_and_strides
 TILES: dict[str, dict[str, int]] = {
     "paths": {"BLOCK_K": 64, "num_warps": 4},
     "pairs": {"BLOCK_K": 64, "num_warps": 4},
-    "states": {"BLOCK_V": 32, "STAGES": 2, "num_warps": 4},
+    "states": {"BLOCK_V": 32, "STAGES": 3, "num_warps": 4},
     "states_backward": {"BLOCK_V": 32, "STAGES": 2, "num_warps": 4},
     "squares": {"BLOCK_V": 64, "STAGES": 2, "num_warps": 4},
-    "pairs_backward": {"BLOCK_K": 64, "BLOCK_V": 64, "STAGES": 1, "num_warps": 8},
+    "pairs_backward": {"BLOCK_K": 64, "BLOCK_V": 64, "STAGES": 2, "num_warps": 8},
     "finish": {"num_warps": 8},
 }
 """Most channels of a tile of keys and of values, most stages of the loop's pipeline, and warps. Kernels of products
