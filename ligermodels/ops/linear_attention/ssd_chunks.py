@@ -3,7 +3,8 @@ the keys, x the values, dt the weights.
 
 The forward pass saves only the operands. The backward pass recomputes the state before each chunk: to keep the states
 would take 4 N P / 64 bytes per token and head, four times the bytes of x at N = 128 in 16 bits. While it runs, the
-backward pass takes twice as many, for states and their gradients; the forward pass takes 256 bytes per token and head.
+backward pass takes twice as many in float32, and as many in bfloat16, for states and their gradients. The forward pass
+takes 8 bytes per token and head; both take 4 N P bytes per segment and head, see `states_kernel`.
 With the notation of `delta_chunks_backward` and U = dt x, the gradients are
 
     dS before the chunk = kept_last dS + C^T (kept dY)              `states_backward_kernel`, the last chunk first
