@@ -159,6 +159,16 @@ def test_strong_decays_of_a_few_tokens(kernels_device: torch.device, dtype: torc
 
 @BY_CHANNEL
 @pytest.mark.kernels
+def test_a_gate_that_is_not_a_number(kernels_device: torch.device, by_channel: bool) -> None:
+    """It is in the outputs from there on, and is no decay."""
+    given = operands(Sizes(1, 70, 1, 1, 16, 16), Where(kernels_device, torch.float32), by_channel=by_channel)
+    given["g"][:, 3] = torch.nan
+    found = run(given, "triton")
+    assert found["o"][:, 3:].isnan().all()
+
+
+@BY_CHANNEL
+@pytest.mark.kernels
 def test_in_autocast(kernels_device: torch.device, by_channel: bool) -> None:
     """Also of the backward pass: products of the rule are not narrowed."""
     given = operands(Sizes(1, 9, 1, 2, 16, 16), Where(kernels_device, torch.float32), by_channel=by_channel)

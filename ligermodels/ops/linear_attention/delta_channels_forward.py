@@ -96,7 +96,8 @@ def channel_paths_kernel(
     mask = (token < T)[:, None] & (i < K)[None, :]
     token_row = (row // heads * T + token) * heads + row % heads
     gate = tl.load(g + token_row[:, None] * K + i[None, :], mask=mask, other=0.0).to(tl.float64)
-    sums = tl.cumsum(tl.maximum(gate, LEAST_GATE), axis=0).to(path.dtype.element_ty)
+    gate = tl.where(gate < LEAST_GATE, LEAST_GATE, gate)  # NaN stays
+    sums = tl.cumsum(gate, axis=0).to(path.dtype.element_ty)
     tl.store(path + (tile * CHUNK + n[:, None]) * K + i[None, :], sums, mask=(i < K)[None, :])
 
 
