@@ -101,6 +101,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "granitemoehybrid", 2048, 8192, 40, 32, 8, 100352, 131072, tied=True, **GRANITE_4,
         layer_types=["attention" if i % 10 == 5 else "mamba" for i in range(40)],
     ),
+    "granite-4-layers": _config(
+        "granitemoehybrid", 2048, 8192, 4, 32, 8, 10048, 131072, tied=True, **GRANITE_4,
+        layer_types=["mamba", "mamba", "attention", "mamba"],
+    ),
     "falcon-h1-1.5b": _config(
         "falcon_h1", 2048, 4096, 24, 8, 2, 65536, 131072, head_dim=128, rope_theta=1e11, mamba_d_ssm=3072,
         mamba_n_heads=48, mamba_d_head=64, mamba_d_state=256, mamba_n_groups=1, mamba_rms_norm=False,
@@ -121,6 +125,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 FEW_LAYERS: dict[str, dict[str, Any]] = {
     "lfm2-1.2b": {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]},
     "granite-4.0-h-micro": {"num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"]},
+    "granite-4-layers": {},
     "muse-glimmer-4-layers": {},
     "nemotron-3-nano-4-layers": {"n_routed_experts": 8},
     "qwen3.5-9b": {"num_hidden_layers": 4},

@@ -85,6 +85,7 @@ CASES = [
     Case("qwen3-0.6b", 2, 2048),
     Case("lfm2-1.2b", 4, 4096),
     Case("granite-4.0-h-micro", 1, 4096),
+    Case("granite-4-layers", 1, 1024),
     Case("muse-glimmer-4-layers", 2, 4096),
     Case("nemotron-3-nano-4-layers", 2, 4096),
     Case("falcon-h1-1.5b", 1, 4096),
