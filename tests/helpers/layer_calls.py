@@ -123,8 +123,9 @@ def ssd_operands(
 def ssd(case: tuple[torch.dtype, tuple[int, int], bool, bool, bool]) -> None:
     dtype, dims, packed, grad, skip = case  # a product would take minutes: its kernels are large
     initial = leaf(1, 4, *dims, dtype=F32, grad=grad) if skip else None
-    bounds = torch.tensor([0, 77, 100], dtype=torch.int32) if packed else None
-    operands: Any = ssd_operands(dtype, 100, dims, skip, grad)
+    tokens = 300 if packed else 100  # in segments, or not
+    bounds = torch.tensor([0, 77, tokens], dtype=torch.int32) if packed else None
+    operands: Any = ssd_operands(dtype, tokens, dims, skip, grad)
     backward(*ops.ssd(*operands, initial_state=initial, cu_seqlens=bounds, final_state=skip))
 
 
