@@ -197,7 +197,7 @@ class Launch:
         keys, values: operands and strides of the sums. backward: whether states are gradients."""
         tiles = self.tiles("segments", "DELTA")
         blocks = -(-self.value_dim // tiles["BLOCK_V"])
-        wanted = 1 if self.options["DELTA"] else -(-PROGRAMS * num_sms(self.path.device) // (self.rows * blocks))
+        wanted = 1 if self.options["DELTA"] else PROGRAMS * num_sms(self.path.device) // (self.rows * blocks)
         length = -(-self.chunks // max(1, min(wanted, self.chunks // SEGMENT)))
         segments = -(-self.chunks // length)
         if segments == 1:
