@@ -40,7 +40,8 @@ def ssd(
     bits in every run, in chunks of tokens, without waiting for the device. Kernels compute it (in 16 bits for N that
     is a multiple of 16) on GPUs of compute capability 8, 9 or 12, but not float64, and have no second derivatives; else
     plain torch does. They take up to 128 of the N channels at once, so a wider state takes several passes, and for
-    bfloat16 operands they round states and dt x to bfloat16 where they enter a product.
+    bfloat16 operands they round states and dt x to bfloat16 where they enter a product. With few heads they divide the
+    tokens into segments, by the number of heads and of the GPU's multiprocessors, so that sums are in another order.
 
     Args:
         x: (b, T, R, P), any floating dtype, P channels of each head.
