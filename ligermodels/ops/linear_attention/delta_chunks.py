@@ -202,13 +202,13 @@ class Launch:
         segments = -(-self.chunks // length)
         if segments == 1:
             return 1, None, None
-        own = self.path.new_empty(self.rows, segments, self.key_dim, self.value_dim, dtype=torch.float32)
-        shares = self.path.new_empty(self.rows, segments, dtype=torch.float32)
+        sums = self.path.new_empty(self.rows, segments, self.key_dim, self.value_dim, dtype=torch.float32)
+        decays = self.path.new_empty(self.rows, segments, dtype=torch.float32)
         segments_kernel[(self.rows * blocks * (segments - 1),)](
-            *keys, *values, self.beta, self.first, self.path, own, shares, self.tokens, self.key_dim, self.value_dim,
+            *keys, *values, self.beta, self.first, self.path, sums, decays, self.tokens, self.key_dim, self.value_dim,
             self.heads, self.repeats, self.chunks * CHUNK, blocks, segments, **tiles, BACKWARD=backward,
         )  # fmt: skip
-        return segments, own, shares
+        return segments, sums, decays
 
     def buffers(self) -> tuple[Tensor, Tensor]:
         """Buffers for a state per chunk, and for a row of V channels per token."""

@@ -31,7 +31,7 @@ from ligermodels.ops.runtime.launcher import kernel
 @kernel
 def states_backward_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, dout, dout_batch, dout_token, dout_head, beta, first,
-    path, q_factor, k_factor, solved, attending, dfinal, own, shares, dv, dstates, dx, dinitial, T, K, V, heads,
+    path, q_factor, k_factor, solved, attending, dfinal, sums, decays, dv, dstates, dx, dinitial, T, K, V, heads,
     repeats, padded, blocks, segments,
     DELTA: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
     FINAL: tl.constexpr, INITIAL: tl.constexpr, SEGMENTED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -45,7 +45,7 @@ def states_backward_kernel(
             attending, DELTA, PACKED, OPERAND, CHUNK, BLOCK_K: see `states_kernel`.
         dout, dout_batch, dout_token, dout_head: gradient of the outputs (B, T, heads, V), and its strides.
         dfinal, dinitial: float32 (B, heads, K, V), gradients of the last state, read, and of the first, written.
-        own, shares: from `segments_kernel` with BACKWARD; read with SEGMENTED.
+        sums, decays: from `segments_kernel` with BACKWARD; read with SEGMENTED.
         dv: (B, T, heads, V), contiguous; written with DELTA.
         dstates: gradient of the state after each chunk, (rows, chunks, K, V) of OPERAND; written.
         dx: dX of each chunk, (rows, chunks, CHUNK, V) of OPERAND; written with DELTA.
@@ -77,7 +77,7 @@ def states_backward_kernel(
     begin, end = 0, chunks
     if SEGMENTED:
         of_row = row * segments
-        dstate = state_before_segment(dstate, own + of_row * K * V, shares + of_row, matrix, of_state, K * V, segment)
+        dstate = state_before_segment(dstate, sums + of_row * K * V, decays + of_row, matrix, of_state, K * V, segment)
         length = tl.cdiv(chunks, segments)
         begin, end = segment * length, tl.minimum((segment + 1) * length, chunks)
     for done in tl.range(begin, end, num_stages=STAGES):

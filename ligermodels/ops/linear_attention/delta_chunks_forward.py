@@ -88,19 +88,19 @@ def descendants_of_chunk(first, start, n, T, PACKED: tl.constexpr):
 
 
 @triton.jit
-def state_before_segment(state, own, kept, matrix, inside, elements, earlier):
+def state_before_segment(state, sums, decays, matrix, inside, elements, earlier):
     """The state before a segment, float32 (BLOCK_K, BLOCK_V).
 
     Args:
         state: the state before the first segment.
-        own, kept: from `segments_kernel`, of the row's first segment.
+        sums, decays: from `segments_kernel`, of the row's first segment.
         matrix, inside: the place of each element in a state, and whether it is inside.
         elements: of a state.
         earlier: number of segments before this one.
     """
     for segment in range(earlier):
-        ended = tl.load(own + segment * elements + matrix, mask=inside, other=0.0)
-        state = state * tl.load(kept + segment) + ended
+        ended = tl.load(sums + segment * elements + matrix, mask=inside, other=0.0)
+        state = state * tl.load(decays + segment) + ended
     return state
 
 
@@ -224,7 +224,7 @@ def prepare_kernel(
 @kernel
 def states_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, beta, skip, first, path,
-    q_factor, k_factor, solved, attending, initial, own, shares, out, final, states, updates, T, K, V, heads, repeats,
+    q_factor, k_factor, solved, attending, initial, sums, decays, out, final, states, updates, T, K, V, heads, repeats,
     padded, blocks, segments,
     DELTA: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
     INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, SEGMENTED: tl.constexpr, CHUNK: tl.constexpr,
@@ -240,7 +240,7 @@ def states_kernel(
         skip: (heads,), factors of v in the outputs; read with SKIP.
         initial, final: float32 (B, heads, K, V), contiguous, the first state, read with INITIAL, and the last, written
             with FINAL.
-        own, shares: from `segments_kernel`; read with SEGMENTED.
+        sums, decays: from `segments_kernel`; read with SEGMENTED.
         out: (B, T, heads, V), contiguous, the outputs; written with OUTPUT.
         states: the state before each chunk, (rows, chunks, K, V) of OPERAND; written without OUTPUT.
         updates: U of each chunk, (rows, chunks, CHUNK, V) of OPERAND; written without OUTPUT, with DELTA.
@@ -277,7 +277,7 @@ def states_kernel(
     begin, end = 0, chunks
     if SEGMENTED:
         of_row = row * segments
-        state = state_before_segment(state, own + of_row * K * V, shares + of_row, matrix, of_state, K * V, segment)
+        state = state_before_segment(state, sums + of_row * K * V, decays + of_row, matrix, of_state, K * V, segment)
         length = tl.cdiv(chunks, segments)
         begin, end = segment * length, tl.minimum((segment + 1) * length, chunks)
     for chunk in tl.range(begin, end, num_stages=STAGES):
@@ -329,8 +329,8 @@ def states_kernel(
 
 @kernel
 def segments_kernel(
-    keys, keys_batch, keys_token, keys_head, values, values_batch, values_token, values_head, beta, first, path, own,
-    shares, T, K, V, heads, repeats, padded, blocks, segments,
+    keys, keys_batch, keys_token, keys_head, values, values_batch, values_token, values_head, beta, first, path, sums,
+    decays, T, K, V, heads, repeats, padded, blocks, segments,
     BACKWARD: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -343,7 +343,8 @@ def segments_kernel(
             outputs, and strides.
         beta, first, path, T, K, V, heads, repeats, padded, blocks, segments, PACKED, OPERAND, CHUNK, BLOCK_K, BLOCK_V,
             STAGES: see `states_kernel`.
-        own, shares: float32 (rows, segments, K, V) and (rows, segments); written, except for the last segment.
+        sums, decays: float32 (rows, segments, K, V) and (rows, segments), these states and decays; written, except for
+            the last segment.
         BACKWARD: whether states are gradients, and run from the last chunk to the first; the last segment is the one
             with the first chunk.
     """
@@ -357,7 +358,7 @@ def segments_kernel(
     keys += batch * keys_batch + head // repeats * keys_head
     values += batch * values_batch + head * values_head
     path += row * padded
-    state, share = tl.zeros([BLOCK_K, BLOCK_V], tl.float32), 1.0
+    state, decay = tl.zeros([BLOCK_K, BLOCK_V], tl.float32), 1.0
     length = tl.cdiv(chunks, segments)
     for done in tl.range(segment * length, (segment + 1) * length, num_stages=STAGES):
         chunk = done
@@ -375,8 +376,8 @@ def segments_kernel(
         else:
             factor = tl.load(beta + (batch * T + start + n) * heads + head, mask=there, other=0.0) * to_last
         state = product(key, factor[:, None] * value.to(tl.float32), state * kept_last, OPERAND)
-        share *= kept_last
+        decay *= kept_last
     of_segment = row * segments + segment
     of_state = (i < K)[:, None] & (j < V)[None, :]
-    tl.store(own + of_segment * K * V + i[:, None] * V + j[None, :], state, mask=of_state)
-    tl.store(shares + of_segment, share, mask=block == 0)
+    tl.store(sums + of_segment * K * V + i[:, None] * V + j[None, :], state, mask=of_state)
+    tl.store(decays + of_segment, decay, mask=block == 0)
