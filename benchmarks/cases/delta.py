@@ -244,20 +244,14 @@ def gates() -> Iterator[tuple[str, int, Callable[[], Any]]]:
 
 
 def parts() -> Iterator[tuple[str, int, Callable[[], Any]]]:
-    """Convolution and gated norm in training: name, bytes of both passes, and a call of both passes."""
-    x, dy = normal(1, TOKENS, CONFIG.conv_channels).requires_grad_(), normal(1, TOKENS, CONFIG.conv_channels)
-    weight = normal(CONFIG.conv_channels, CONFIG.conv_width).requires_grad_()
+    """Gated norm in training: name, bytes of both passes, and a call of both passes."""
     heads = 1, TOKENS, CONFIG.num_value_heads, CONFIG.value_head_dim
     o, z, d = normal(*heads).requires_grad_(), normal(*heads).requires_grad_(), normal(*heads)
     scale = torch.ones(CONFIG.value_head_dim, device=measure.DEVICE, requires_grad=True)
 
-    def convolve() -> None:
-        torch.autograd.grad(ops.causal_conv(x, weight), (x, weight), dy)
-
     def norm() -> None:
         torch.autograd.grad(ops.gated_rms_norm(o, z, scale, 1e-6), (o, z, scale), d)
 
-    yield "conv", 5 * x.nbytes, convolve
     yield "gated norm", 8 * o.nbytes, norm
 
 
@@ -288,7 +282,7 @@ def main() -> None:
                         note(record)
                     measure.free()
             for name, count, call in (*gates(), *(() if arguments.by_channel else parts())):
-                milliseconds = measure.milliseconds(call)
+                milliseconds = measure.milliseconds(measure.graphed(call))
                 share = count / milliseconds * 1e3 / copy_rate
                 note({"case": f"{name}, both", "provider": kind, "both_ms": milliseconds, "of_copy": share})
         measure.free()

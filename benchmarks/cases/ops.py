@@ -23,6 +23,7 @@ from torch import Tensor
 
 from benchmarks.cases import losses
 from benchmarks.cases.block_context import block_context_attention
+from benchmarks.cases.causal_conv import causal_conv
 from benchmarks.cases.experts import LAYERS, QWEN3, mix_experts
 from benchmarks.cases.ssd import ssd
 from benchmarks.reporting import recording
@@ -184,6 +185,11 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "rope": lambda: [rope(16384, 32, 8, 128)],
     "qk_norm_rope": lambda: [qk_norm_rope(16384, 32, 8, 128)],
     "block_context_attention": lambda: [block_context_attention(4096, 512, length, 32, 8, 128) for length in (7, 16)],
+    "causal_conv": lambda: [
+        causal_conv(8192, 2048, 3, activation=None),
+        causal_conv(8192, 8192, 4),
+        causal_conv(8192, 3328, 4, bias=True),
+    ],
     "ssd": lambda: [ssd(8192, heads, 64, 128) for heads in (48, 128)],
     "experts": lambda: [
         *(mix_experts(layer, 8192) for layer in LAYERS),

@@ -7,6 +7,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ParamSpec
 
 import torch
@@ -86,7 +87,8 @@ class Passes:
 
     def _seeds(self) -> list[Tensor]:
         outputs = self._outputs()
-        return [torch.ones_like(y) if y.ndim == 0 else torch.randn_like(y) for y in outputs]
+        like = partial(torch.randn_like, memory_format=torch.contiguous_format)  # not in the layout of one provider
+        return [torch.ones_like(y) if y.ndim == 0 else like(y) for y in outputs]
 
     @torch.no_grad()
     def reset(self, changed: bool = False) -> None:

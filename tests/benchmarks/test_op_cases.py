@@ -9,7 +9,7 @@ import torch
 from benching import without_a_device
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.cases import attention, chunked_log_probs, experts, losses, ops, ssd
+from benchmarks.cases import attention, causal_conv, chunked_log_probs, experts, losses, ops, ssd
 from benchmarks.reporting import recording
 from benchmarks.timing import measure
 from benchmarks.timing import op as ops_benchmark
@@ -30,6 +30,10 @@ TINY: dict[str, Callable[[], list[Case]]] = {
     "rope": lambda: [ops.rope(6, 4, 2, 16)],
     "qk_norm_rope": lambda: [ops.qk_norm_rope(6, 4, 2, 16)],
     "block_context_attention": lambda: [ops.block_context_attention(40, 6, 3, 4, 2, 16)],
+    "causal_conv": lambda: [
+        causal_conv.causal_conv(70, 6, 3, activation=None),
+        causal_conv.causal_conv(70, 6, 4, bias=True),
+    ],
     "ssd": lambda: [ssd.ssd(70, 6, 8, 16, groups) for groups in (1, 2)],
     "experts": lambda: [experts.mix_experts(experts.Layer("tiny", 2, 4, 32, 16, bias), 9) for bias in (False, True)],
     "small": lambda: ops.small(3, 512),

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ligermodels import ops
 from ligermodels.errors import InputError
+from ligermodels.ops.linear_attention.causal_conv_kernels import BACKWARD_SPAN
 from ligermodels.ops.linear_attention.causal_conv_kernels import MAX_KERNEL_WIDTH as MAX_CONV_WIDTH
-from ligermodels.ops.linear_attention.causal_conv_kernels import MAX_SPAN
 from ligermodels.ops.norm.gated_rms_norm import MAX_KERNEL_WIDTH
 
 ACTIVATIONS = ("silu", None)
@@ -59,7 +59,7 @@ def test_texts(
 @pytest.mark.parametrize("width", [4, 2, 7, MAX_CONV_WIDTH + 1])
 def test_biases(where: Where, width: int) -> None:
     """Over texts, with packed documents, after earlier inputs, in steps and in trees."""
-    x = torch.randn(1, 2 * MAX_SPAN + 3, 9, device=where.device).to(where.dtype)
+    x = torch.randn(1, 2 * BACKWARD_SPAN + 3, 9, device=where.device).to(where.dtype)
     weight = torch.randn(9, width, device=where.device).to(where.dtype)
     bias, earlier = (torch.randn(shape, device=where.device).to(where.dtype) for shape in ((9,), (1, width - 1, 9)))
 
@@ -67,10 +67,10 @@ def test_biases(where: Where, width: int) -> None:
         return plain_conv(x, weight, bias=wide(bias))
 
     check(ops.causal_conv, plain, [x, weight, bias])
-    bounds = torch.tensor([0, 3, MAX_SPAN + 1, x.shape[1]], device=where.device, dtype=torch.int32)
+    bounds = torch.tensor([0, 3, BACKWARD_SPAN + 1, x.shape[1]], device=where.device, dtype=torch.int32)
     check(
         lambda x, w, b: ops.causal_conv(x, w, b, cu_seqlens=bounds),
-        lambda x, w, b: torch.cat([plain(part, w, b) for part in x.tensor_split([3, MAX_SPAN + 1], 1)], dim=1),
+        lambda x, w, b: torch.cat([plain(part, w, b) for part in x.tensor_split([3, BACKWARD_SPAN + 1], 1)], dim=1),
         [x, weight, bias],
     )
     x = x[:, :5]
@@ -85,12 +85,12 @@ def test_biases(where: Where, width: int) -> None:
 
 @pytest.mark.parametrize("width", [2, 4, 7])
 def test_texts_longer_than_a_program_takes(where: Where, width: int) -> None:
-    x = torch.randn(2, MAX_SPAN + 2, 5, device=where.device).to(where.dtype)
+    x = torch.randn(2, BACKWARD_SPAN + 2, 5, device=where.device).to(where.dtype)
     weight = torch.randn(5, width, device=where.device).to(where.dtype)
     check(lambda x, w: ops.causal_conv(x, w), plain_conv, [x, weight])
 
 
-@pytest.mark.parametrize("lengths", [[1, 5, 0, 2, MAX_SPAN - 8, 3, 1, 30], [MAX_SPAN, 2]])
+@pytest.mark.parametrize("lengths", [[1, 5, 0, 2, BACKWARD_SPAN - 8, 3, 1, 30], [BACKWARD_SPAN, 2]])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("width", [4, 2, 3, 7])
 def test_packed_documents(where: Where, lengths: list[int], activation: str | None, width: int) -> None:

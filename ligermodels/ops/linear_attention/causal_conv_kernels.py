@@ -14,9 +14,12 @@ from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentia
 from ligermodels.ops.runtime.tensors import contiguous, empty_gradient, empty_like
 
 MAX_KERNEL_WIDTH = 8  # inputs per output W; the kernels hold the W - 1 inputs before each token in registers
-MAX_SPAN = 128  # tokens per program: W - 1 more are read, and one part of the weight's gradient is written
 BLOCK = 256  # channels per program
 WARPS = 2
+# The tokens of a program, which reads W - 1 more and in the backward pass writes one part of the weight's gradient; and
+# the tokens that are loaded together, while those before them are convolved.
+SPAN, AHEAD = 32, 8
+BACKWARD_SPAN, BACKWARD_AHEAD = 64, 4
 
 
 @triton.jit
@@ -66,6 +69,16 @@ def _inputs(x, x_token, earlier, t, channel, inside, C, HAS_EARLIER: tl.constexp
 
 
 @triton.jit
+def _rows(x, x_token, begin, end, channel, inside, AHEAD: tl.constexpr):
+    """A tuple of the inputs at AHEAD tokens from `begin` on, zeros from `end` on."""
+    rows = ()
+    for place in tl.static_range(AHEAD):
+        t = begin + place
+        rows += (tl.load(x + t * x_token + channel, mask=inside & (t < end), other=0.0),)  # type: ignore[assignment]
+    return rows
+
+
+@triton.jit
 def _convolved(inputs, taps, b, t, first, PACKED: tl.constexpr, WIDTH: tl.constexpr):
     """The sum at token t, and its WIDTH inputs, zeros for tokens before the first token of its document."""
     if PACKED:
@@ -86,9 +99,10 @@ def _convolved(inputs, taps, b, t, first, PACKED: tl.constexpr, WIDTH: tl.conste
 def _conv_forward_kernel(
     x, x_batch, x_token, weight, bias, earlier, first, out, T, C, span, spans, blocks,
     HAS_BIAS: tl.constexpr, HAS_EARLIER: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes `span` tokens of BLOCK channels, and loads the next token's inputs before it needs them."""
+    """Each program takes `span` tokens of BLOCK channels, AHEAD at a time, and loads the next ones before it needs
+    them."""
     batch = (tl.program_id(0) // blocks // spans).to(tl.int64)
     begin = (tl.program_id(0) // blocks % spans * span).to(tl.int64)
     channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -99,16 +113,20 @@ def _conv_forward_kernel(
         earlier += batch * (WIDTH - 1) * C
     taps, b = _taps(weight, channel, inside, WIDTH), _bias(bias, channel, inside, HAS_BIAS)
     before = _inputs(x, x_token, earlier, begin, channel, inside, C, HAS_EARLIER, WIDTH)
-    following = tl.load(x + begin * x_token + channel, mask=inside, other=0.0)
-    for t in range(begin, tl.minimum(begin + span, T)):
-        inputs = before
-        inputs += (following.to(tl.float32),)
-        following = tl.load(x + (t + 1) * x_token + channel, mask=inside & (t + 1 < T), other=0.0)
-        y, _ = _convolved(inputs, taps, b, t, first, PACKED, WIDTH)
-        if SILU:
-            y = y / (1.0 + tl.exp(-y))
-        tl.store(out + t * C + channel, y.to(out.dtype.element_ty), mask=inside)
-        before = inputs[1:]
+    end = tl.minimum(begin + span, T)
+    following = _rows(x, x_token, begin, end, channel, inside, AHEAD)
+    for start in range(begin, end, AHEAD):
+        rows = following
+        following = _rows(x, x_token, start + AHEAD, end, channel, inside, AHEAD)
+        for place in tl.static_range(AHEAD):
+            t = start + place
+            inputs = before
+            inputs += (rows[place].to(tl.float32),)
+            y, _ = _convolved(inputs, taps, b, tl.minimum(t, T - 1), first, PACKED, WIDTH)
+            if SILU:
+                y = y / (1.0 + tl.exp(-y))
+            tl.store(out + t * C + channel, y.to(out.dtype.element_ty), mask=inside & (t < end))
+            before = inputs[1:]
 
 
 @kernel
@@ -116,10 +134,11 @@ def _conv_backward_kernel(
     dy, dy_batch, dy_token, x, x_batch, x_token, weight, bias, earlier, first, dx, partial, T, C, span, spans, blocks,
     HAS_BIAS: tl.constexpr, HAS_EARLIER: tl.constexpr, PACKED: tl.constexpr, NEED_X: tl.constexpr,
     NEED_WEIGHT: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes the same tokens as in the forward kernel. The gradient of an input is complete WIDTH - 1
-    tokens later, so a program continues for as many tokens after its own. It writes its own part of the gradients of
-    weight and bias, the bias as one more column: no atomics, so equal bits in every run."""
+    """Each program takes `span` tokens of BLOCK channels, as in the forward kernel. The gradient of an input is
+    complete WIDTH - 1 tokens later, so a program continues for as many tokens after its own. It writes its own part of
+    the gradients of weight and bias, the bias as one more column: no atomics, so equal bits in every run."""
     batch = (tl.program_id(0) // blocks // spans).to(tl.int64)
     begin = (tl.program_id(0) // blocks % spans * span).to(tl.int64)
     end = tl.minimum(begin + span, T)
@@ -133,44 +152,46 @@ def _conv_backward_kernel(
     before = _inputs(x, x_token, earlier, begin, channel, inside, C, HAS_EARLIER, WIDTH)
     db = tl.zeros((BLOCK,), tl.float32)
     dtaps, incomplete = (db,) * WIDTH, (db,) * (WIDTH - 1)  # incomplete gradients of the inputs before t
-    following = tl.load(x + begin * x_token + channel, mask=inside, other=0.0)
-    following_dy = tl.load(dy + begin * dy_token + channel, mask=inside, other=0.0)
-    for t in range(begin, end + (WIDTH - 1)):
-        inputs, d = before, following_dy.to(tl.float32)
-        inputs += (following.to(tl.float32),)
-        ahead = inside & (t + 1 < T)
-        following = tl.load(x + (t + 1) * x_token + channel, mask=ahead, other=0.0)
-        following_dy = tl.load(dy + (t + 1) * dy_token + channel, mask=ahead, other=0.0)
-        # Beyond the last token d is zero, so any document will do.
-        y, seen = _convolved(inputs, taps, b, tl.minimum(t, T - 1), first, PACKED, WIDTH)
-        if SILU:
-            e = tl.exp(-tl.abs(y))  # no overflow
-            r = 1.0 / (1.0 + e)
-            part = tl.where(y < 0, e * r, r)
-            d = d * (part + y * e * r * r)
-        if NEED_WEIGHT:
-            own = tl.where(t < end, d, 0.0)
-            db += own
-            sums = dtaps[:0]
-            for place in tl.static_range(WIDTH):
-                sums += (dtaps[place] + own * seen[place],)
-            dtaps = sums
-        if NEED_X:
-            if PACKED:
-                start = tl.load(first + tl.minimum(t, T - 1))
-            gradients = incomplete[:0]
-            for place in tl.static_range(WIDTH - 1):
-                of_document = d
+    following = _rows(x, x_token, begin, T, channel, inside, AHEAD)
+    following_dy = _rows(dy, dy_token, begin, T, channel, inside, AHEAD)
+    for start in range(begin, end + (WIDTH - 1), AHEAD):
+        rows, rows_dy = following, following_dy
+        following = _rows(x, x_token, start + AHEAD, T, channel, inside, AHEAD)
+        following_dy = _rows(dy, dy_token, start + AHEAD, T, channel, inside, AHEAD)
+        for place in tl.static_range(AHEAD):
+            t = start + place
+            inputs, d = before, rows_dy[place].to(tl.float32)
+            inputs += (rows[place].to(tl.float32),)
+            # Beyond the last token d is zero, so any document will do.
+            y, seen = _convolved(inputs, taps, b, tl.minimum(t, T - 1), first, PACKED, WIDTH)
+            if SILU:
+                e = tl.exp(-tl.abs(y))  # no overflow
+                r = 1.0 / (1.0 + e)
+                part = tl.where(y < 0, e * r, r)
+                d = d * (part + y * e * r * r)
+            if NEED_WEIGHT:
+                own = tl.where(t < end, d, 0.0)
+                db += own
+                sums = dtaps[:0]
+                for column in tl.static_range(WIDTH):
+                    sums += (dtaps[column] + own * seen[column],)
+                dtaps = sums
+            if NEED_X:
                 if PACKED:
-                    of_document = tl.where(t - (WIDTH - 1 - place) >= start, d, 0.0)
-                gradients += (incomplete[place] + taps[place] * of_document,)
-            gradients += (taps[WIDTH - 1] * d,)
-            complete = t - (WIDTH - 1)
-            ours = inside & (complete >= begin) & (complete < end)
-            place = dx + (batch * T + t - (WIDTH - 1)) * C + channel
-            tl.store(place, gradients[0].to(dx.dtype.element_ty), mask=ours)
-            incomplete = gradients[1:]
-        before = inputs[1:]
+                    document = tl.load(first + tl.minimum(t, T - 1))
+                gradients = incomplete[:0]
+                for column in tl.static_range(WIDTH - 1):
+                    of_document = d
+                    if PACKED:
+                        of_document = tl.where(t - (WIDTH - 1 - column) >= document, d, 0.0)
+                    gradients += (incomplete[column] + taps[column] * of_document,)
+                gradients += (taps[WIDTH - 1] * d,)
+                complete = t - (WIDTH - 1)
+                ours = inside & (complete >= begin) & (complete < end)
+                target = dx + (batch * T + t - (WIDTH - 1)) * C + channel
+                tl.store(target, gradients[0].to(dx.dtype.element_ty), mask=ours)
+                incomplete = gradients[1:]
+            before = inputs[1:]
     if NEED_WEIGHT:
         place = partial + ((tl.program_id(0) // blocks).to(tl.int64) * C + channel) * (WIDTH + HAS_BIAS)
         if HAS_BIAS:
@@ -212,9 +233,9 @@ def _channels_last(x: Tensor) -> tuple[Tensor, int, int]:
     return x, x.stride(0), x.stride(1)
 
 
-def _spans(tokens: int, channels: int) -> tuple[int, int, int]:
-    """Tokens per program, programs along the tokens, and programs along the channels."""
-    span = min(power_of_2_above(tokens), MAX_SPAN)
+def _spans(tokens: int, channels: int, most: int) -> tuple[int, int, int]:
+    """Tokens per program, `most` or fewer, programs along the tokens, and programs along the channels."""
+    span = min(power_of_2_above(tokens), most)
     return span, -(-tokens // span), -(-channels // BLOCK)
 
 
@@ -226,12 +247,12 @@ def _causal_conv_forward(
     if is_fake(out):
         return out
     batch, tokens, channels = x.shape
-    span, spans, blocks = _spans(tokens, channels)
+    span, spans, blocks = _spans(tokens, channels, SPAN)
     _conv_forward_kernel[(batch * spans * blocks,)](
         *_channels_last(x), weight.contiguous(), contiguous(bias), contiguous(earlier), first, out,
         tokens, channels, span, spans, blocks,
         HAS_BIAS=bias is not None, HAS_EARLIER=earlier is not None, PACKED=first is not None, SILU=silu,
-        WIDTH=weight.shape[1], BLOCK=BLOCK, num_warps=WARPS,
+        WIDTH=weight.shape[1], BLOCK=BLOCK, AHEAD=AHEAD, num_warps=WARPS,
     )  # fmt: skip
     return out
 
@@ -247,14 +268,14 @@ def _causal_conv_backward(
     if is_fake(dx):
         return dx, dw, db
     (batch, tokens, channels), width = x.shape, weight.shape[1]
-    span, spans, blocks = _spans(tokens, channels)
+    span, spans, blocks = _spans(tokens, channels, BACKWARD_SPAN)
     need_weight, columns = need_weight or need_bias, width + (bias is not None)
     partial = x.new_empty((batch * spans if need_weight else 0, channels, columns), dtype=torch.float32)
     _conv_backward_kernel[(batch * spans * blocks,)](
         *_channels_last(dy), *_channels_last(x), weight.contiguous(), contiguous(bias), contiguous(earlier), first,
         dx, partial, tokens, channels, span, spans, blocks,
         HAS_BIAS=bias is not None, HAS_EARLIER=earlier is not None, PACKED=first is not None, NEED_X=need_x,
-        NEED_WEIGHT=need_weight, SILU=silu, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS,
+        NEED_WEIGHT=need_weight, SILU=silu, WIDTH=width, BLOCK=BLOCK, AHEAD=BACKWARD_AHEAD, num_warps=WARPS,
     )  # fmt: skip
     if need_weight:
         total = partial.sum(0)
