@@ -31,10 +31,10 @@ def causal_conv(tokens: int, channels: int, width: int, activation: str | None =
         rows = F.conv1d(x.mT, weight[:, None], bias, padding=width - 1, groups=channels)[..., :tokens].mT
         return rows if activation is None else F.silu(rows)
 
-    parameters, options = channels * (width + bias), [activation] * (activation is not None) + ["bias"] * bias
+    parameters, options = channels * (width + bias), [activation or "", "bias" if bias else ""]
     values = 2 * tokens * channels
     return Case(
-        ", ".join([f"causal_conv {tokens}x{channels}, width {width}", *options]),
+        ", ".join(filter(None, [f"causal_conv {tokens}x{channels}, width {width}", *options])),
         inputs,
         (2 * values + 2 * parameters, 5 * values + 6 * parameters),
         providers(

@@ -23,6 +23,8 @@ SHAPES = [  # sequences, nodes, groups, heads, K, V
 ]
 ROUNDING = {torch.float32: 1e-5, torch.float16: 1e-4, torch.bfloat16: 1e-4}
 """Of products of float32."""
+CHUNKS = {**ROUNDING, torch.bfloat16: 2e-3}
+"""Of products in chunks, whose operands are bfloat16 for bfloat16 on a GPU."""
 BY_CHANNEL = pytest.mark.parametrize("by_channel", [False, True], ids=["one decay", "by channel"])
 
 
@@ -385,5 +387,5 @@ def test_ssd_over_texts(where: Where, lengths: list[int], initial: bool) -> None
     for name, ours, again, other, true in zip(("y", "state"), runs[0], runs[-1], plain, truth, strict=True):
         assert torch.equal(ours, again)
         error, theirs = ((x.double() - true).norm().item() for x in (ours, other))
-        assert error <= 1.2 * theirs + ROUNDING[where.dtype] * true.norm().item(), name
+        assert error <= 1.2 * theirs + CHUNKS[where.dtype] * true.norm().item(), name
     assert ops.ssd(**given, final_state=False)[1].numel() == 0

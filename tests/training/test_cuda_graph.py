@@ -64,6 +64,10 @@ def eagle() -> lm.Eagle3Model:
     return lm.Eagle3Model.from_base(llama(), 3, vocabulary=DraftVocabulary(torch.arange(3, 131), 160))
 
 
+def mtp() -> lm.MTPModel:
+    return lm.MTPModel.from_base(recurrent(), 2)
+
+
 def dspark() -> lm.DSparkModel:
     return lm.DSparkModel.from_base(llama(), 4, num_layers=1, num_anchors=16, markov_rank=16)
 
@@ -77,6 +81,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "recurrent": recurrent,
     "eagle": eagle,
     "dspark": dspark,
+    "mtp": mtp,
 }
 
 
@@ -102,7 +107,7 @@ def run(
     torch.manual_seed(4)
     train(
         model,
-        batches(256 if kind == "medusa" else 128),  # the last head has no target for three tokens of a row
+        batches(256 if kind in ("medusa", "mtp") else 128),  # the last head has no target for three tokens of a row
         steps=3,
         optimizer=optimizer,
         schedule=warmup_cosine(optimizer, 3, warmup_steps=1),

@@ -5,8 +5,8 @@ A program computes one chunk of `gated_delta_rule`: all nodes' outputs, from the
 of pairs of nodes. It solves the triangular system by repeating U = W - A U once per level of the tree: after n
 repetitions the nodes of the first n levels are exact.
 
-With a decay for each key channel, `channel_tree_kernel` first computes the sums of g along paths, and the products of
-pairs.
+With a decay for each key channel, the kernels of `delta_tree_channels` first compute the sums of g along paths, and the
+products of pairs.
 """
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops.linear_attention.delta_chunks import EPS
 from ligermodels.ops.linear_attention.delta_step import MAX_KEY_DIM, block_of_values, check_decoding
+from ligermodels.ops.linear_attention.delta_tree_channels import channel_pairs
 from ligermodels.ops.linear_attention.gated_delta_rule import gated_delta_rule_tree_reference
 from ligermodels.ops.linear_attention.scan import TreeUpdates, tree_state
 from ligermodels.ops.runtime.checks import Signature, check_tensor
@@ -26,9 +27,6 @@ from ligermodels.ops.runtime.tensors import heads_and_strides
 
 MAX_NODES = 64  # a program holds all pairs of nodes; the reference serves larger trees
 BLOCK_K = 32  # channels of a key that a program takes at once
-TILES = {16: {"CHANNELS": 8, "num_warps": 4}, 32: {"CHANNELS": 4, "num_warps": 8}, 64: {"CHANNELS": 1, "num_warps": 8}}
-"""Power of 2 from the number of nodes on -> channels whose decays of all pairs a program holds at once, and its warps:
-ptxas spills no registers for Hopper."""
 
 
 def gated_delta_rule_tree(
@@ -108,61 +106,9 @@ def tree_and_stride(ancestors: Tensor) -> tuple[Tensor, int]:
 
 
 @kernel
-def channel_tree_kernel(
-    q, q_batch, q_node, q_head, k, k_batch, k_node, k_head, g, ancestors, tree_batch, decay, pairs, N, K, heads,
-    repeats,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """Each program takes BLOCK_K channels of the keys of a head, CHANNELS at once: the sums G of g along the paths, and
-    its part of sum_c k_ic k_jc exp(G_ic - G_jc) and of sum_c q_ic k_jc exp(G_ic - G_jc), before the normalisation.
-
-    Args:
-        q, ..., k_head, N, K, heads, repeats, BLOCK_N: see `tree_kernel`.
-        g: (B, N, heads, K), contiguous, logarithms of the decays.
-        ancestors, tree_batch: see `tree_kernel`.
-        decay: float64 (B, N, heads, K), contiguous; written.
-        pairs: float32 (B, heads, blocks of BLOCK_K channels, 2, N, N), contiguous; written, 0 where node j is not above
-            node i.
-    """
-    blocks = tl.cdiv(K, BLOCK_K)
-    block, row = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
-    batch, head = row // heads, row % heads
-    n = tl.arange(0, BLOCK_N)
-    node, other = n[:, None], n[None, :]
-    in_tree = (node < N) & (other < N)
-    ancestors += batch * tree_batch
-    is_above = (tl.load(ancestors + node * N + other, mask=in_tree, other=0) != 0)[:, :, None]
-    is_below = (tl.load(ancestors + other * N + node, mask=in_tree, other=0) != 0)[:, :, None]
-    k += batch * k_batch + head // repeats * k_head
-    q += batch * q_batch + head // repeats * q_head
-    alike = tl.zeros((BLOCK_N, BLOCK_N, CHANNELS), tl.float32)
-    attending = tl.zeros((BLOCK_N, BLOCK_N, CHANNELS), tl.float32)
-    for start in range(block * BLOCK_K, tl.minimum(block * BLOCK_K + BLOCK_K, K), CHANNELS):
-        i = start + tl.arange(0, CHANNELS)
-        there = (node < N) & (i < K)[None, :]
-        ours = ((batch * N + n) * heads + head)[:, None] * K + i[None, :]
-        gate = tl.maximum(tl.load(g + ours, mask=there, other=0.0).to(tl.float64), -1e30)  # sums stay within float32
-        # Sums along paths are fp64: their differences are small compared to the sums. The differences are those of two
-        # float32 numbers, whose sum is the fp64 number: many GPUs compute fp64 slowly.
-        path = tl.sum(tl.where(is_below, gate[:, None, :], 0.0), axis=0)  # the first axis lies within threads
-        tl.store(decay + ours, path, mask=there)
-        high = path.to(tl.float32)
-        low = (path - high.to(tl.float64)).to(tl.float32)
-        key = tl.load(k + node * k_node + i[None, :], mask=there, other=0.0).to(tl.float32)
-        query = tl.load(q + node * q_node + i[None, :], mask=there, other=0.0).to(tl.float32)
-        left = (high[:, None, :] - high[None, :, :]) + (low[:, None, :] - low[None, :, :])
-        earlier = tl.exp(tl.where(is_above, left, float("-inf"))) * key[None, :, :]
-        alike += key[:, None, :] * earlier
-        attending += query[:, None, :] * earlier
-    place = pairs + ((row * blocks + block) * 2 * N + node) * N + other
-    tl.store(place, tl.sum(alike, axis=2), mask=in_tree)
-    tl.store(place + N * N, tl.sum(attending, axis=2), mask=in_tree)
-
-
-@kernel
 def tree_kernel(
     q, q_batch, q_node, q_head, k, k_batch, k_node, k_head, v, v_batch, v_node, v_head, g, beta, skip, state,
-    ancestors, tree_batch, pairs, out, decay, keys, values, N, K, V, heads, repeats, blocks, scale,
+    ancestors, tree_batch, pairs, parts, out, decay, keys, values, N, K, V, heads, repeats, blocks, scale,
     DELTA: tl.constexpr, BY_CHANNEL: tl.constexpr, SKIP: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -179,7 +125,7 @@ def tree_kernel(
         state: float32 (B, heads, K, V), contiguous, the state before the root.
         ancestors, tree_batch: bytes (B or 1, N, N), 1 at [i, j] if node j is node i or above it; elements from tree to
             tree.
-        pairs: the products of q and k by `channel_tree_kernel`; read with BY_CHANNEL.
+        pairs, parts: the products of `channel_pairs`, and the number of their parts; read with BY_CHANNEL.
         out: (B, N, heads, V), contiguous; written.
         decay, keys, values: the tensors of `TreeUpdates`, contiguous; written, but decay is read with BY_CHANNEL.
         N, K, V: numbers of nodes, of channels of a key, and of channels of a value.
@@ -243,11 +189,10 @@ def tree_kernel(
     in_tree = (node < N) & (other < N)
     is_above = tl.load(ancestors + batch * tree_batch + node * N + other, mask=in_tree, other=0) != 0
     if BY_CHANNEL:  # the products have the decays
-        parts = tl.cdiv(K, BLOCK_K)
         for part in range(parts):
             place = pairs + ((row * parts + part) * 2 * N + node) * N + other
-            alike += tl.load(place, mask=in_tree, other=0.0)
-            attending += tl.load(place + N * N, mask=in_tree, other=0.0)
+            alike += tl.load(place, mask=is_above, other=0.0)
+            attending += tl.load(place + N * N, mask=is_above, other=0.0)
         left, reached = 1.0, 1.0
     else:
         # Sums along paths are fp64: their differences are small compared to the sums.
@@ -327,18 +272,14 @@ def _gated_delta_rule_tree(
     blocks, block_nodes = -(-width // block), max(power_of_2_above(nodes), 16)
     by_channel, repeats, num_warps = g.dim() == 4, heads // q.shape[2], 8 if block_nodes > 32 else 4
     keys_and_queries = *heads_and_strides(q), *heads_and_strides(k)
-    tree, g, pairs = tree_and_stride(ancestors), g.contiguous(), None
+    tree, g, pairs, parts = tree_and_stride(ancestors), g.contiguous(), None, 0
     if batch and by_channel:
-        parts = -(-key_dim // BLOCK_K)
-        pairs = q.new_empty(batch, heads, parts, 2, nodes, nodes, dtype=torch.float32)
-        channel_tree_kernel[(batch * heads * parts,)](
-            *keys_and_queries, g, *tree, decay, pairs, nodes, key_dim, heads, repeats,
-            BLOCK_N=block_nodes, BLOCK_K=BLOCK_K, **TILES[block_nodes],
-        )  # fmt: skip
+        pairs = channel_pairs(q, k, g, tree, decay)
+        parts = pairs.shape[2]
     if batch:
         tree_kernel[(batch * heads * blocks,)](
-            *keys_and_queries, *heads_and_strides(v), g, beta.contiguous(), None, state, *tree, pairs, out, decay, keys,
-            values, nodes, key_dim, width, heads, repeats, blocks, key_dim**-0.5,
+            *keys_and_queries, *heads_and_strides(v), g, beta.contiguous(), None, state, *tree, pairs,
+            parts, out, decay, keys, values, nodes, key_dim, width, heads, repeats, blocks, key_dim**-0.5,
             DELTA=True, BY_CHANNEL=by_channel, SKIP=False, EPS=EPS, PRECISION=tree_precision(q),
             BLOCK_N=block_nodes, BLOCK_K=BLOCK_K, BLOCK_V=block, STAGES=3, num_warps=num_warps,
         )  # fmt: skip

@@ -148,7 +148,7 @@ def _ssd_tree(
     if batch:
         tree_kernel[(batch * heads * blocks,)](
             *heads_and_strides(C), *heads_and_strides(B), *heads_and_strides(x), g.contiguous(), dt.contiguous(),
-            contiguous(D), state, *tree_and_stride(ancestors), None, out, decay, keys, values,
+            contiguous(D), state, *tree_and_stride(ancestors), None, 0, out, decay, keys, values,
             nodes, size, width, heads, heads // B.shape[2], blocks, 1.0,
             DELTA=False, BY_CHANNEL=False, SKIP=D is not None, EPS=0.0, PRECISION=tree_precision(x),
             BLOCK_N=block_nodes, BLOCK_K=BLOCK_K, BLOCK_V=block, STAGES=3, num_warps=8 if block_nodes > 32 else 4,
