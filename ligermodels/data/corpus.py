@@ -20,8 +20,8 @@ import numpy as np
 from ligermodels.convert.input_files import open_file
 from ligermodels.data.files import DataFile, data_files
 from ligermodels.data.fingerprint import of_file
+from ligermodels.data.lines import LINE_BYTES
 from ligermodels.data.orders import Indices, permutation
-from ligermodels.data.records import LINE_BYTES
 from ligermodels.errors import InputError
 
 PIECE = 1 << 15
@@ -141,7 +141,7 @@ class Corpus:
     def read(self, index: int) -> tuple[bytes, bool, bool, bool]:
         """Content (bytes) of a document, and whether it is a line of JSON, starts a text, and ends a text.
 
-        A line longer than `records.LINE_BYTES` is cut to LINE_BYTES + 1, and `parse_line` refuses it. Raises InputError
+        A line longer than `lines.LINE_BYTES` is cut to LINE_BYTES + 1, and `parse_line` refuses it. Raises InputError
         if the file cannot be read any more.
         """
         file, number = self._find(index)

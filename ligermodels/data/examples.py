@@ -15,9 +15,10 @@ from torch import Tensor
 from ligermodels.data.batches import Batch
 from ligermodels.data.documents import EMPTY, Documents
 from ligermodels.data.encoding import Example, Tokens
+from ligermodels.data.lines import fields_of
 from ligermodels.data.packing import ExcessLengthStrategy, PackedBatches
 from ligermodels.data.pairs import Labelled, read_labelled, read_pair
-from ligermodels.data.records import Completion, Record, fields_of
+from ligermodels.data.records import Completion, Record
 from ligermodels.data.rows import Piece
 from ligermodels.errors import InputError
 from ligermodels.layers import IGNORE_INDEX

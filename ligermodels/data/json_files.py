@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 
 from ligermodels.convert.input_files import JSON_BYTES, parse_json
 from ligermodels.data.compression import optional
+from ligermodels.data.lines import LINE_BYTES
 from ligermodels.data.record_fields import is_record
-from ligermodels.data.records import LINE_BYTES
 from ligermodels.errors import InputError
 
 BOM = b"\xef\xbb\xbf"
@@ -156,7 +156,7 @@ def csv_lines(content: BinaryIO, name: str, *, delimiter: str) -> Iterator[bytes
         delimiter: character between two cells.
 
     Raises:
-        InputError: the file is not UTF-8, a column occurs twice, or a row has more or fewer cells than the header.
+        InputError: the file is not UTF-8, a column occurs twice, cells have another delimiter, or a row has more or fewer cells than the header.
     """
     csv.field_size_limit(max(csv.field_size_limit(), LINE_BYTES))  # the default is 128 KiB
     rows = csv.reader(io.TextIOWrapper(content, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
@@ -165,6 +165,8 @@ def csv_lines(content: BinaryIO, name: str, *, delimiter: str) -> Iterator[bytes
         header = next(rows, [])
         if twice := [column for column, count in Counter(header).items() if count > 1]:
             raise InputError(f"{name}: two columns are named {twice[0]!r}; rename one")
+        if len(header) == 1 and (other := next((each for each in ";\t|" if each in header[0]), None)):
+            raise InputError(f"{name}: cells are separated by {other!r}; separate them by {delimiter!r}")
         yield b"\n"
         for number, row in enumerate(rows, start=2):
             if row and len(row) != len(header):

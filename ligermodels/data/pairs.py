@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from ligermodels.data.record_fields import EMPTY, FINISH, OF_CHATS, REFUSED, check_refused
-from ligermodels.data.records import NothingToLearn, Record, record_of
+from ligermodels.data.record_fields import EMPTY, FINISH, OF_CHATS, REFUSED, Format, check_refused, label_of
+from ligermodels.data.record_fields import QUESTIONS as QUESTION_FORMS
+from ligermodels.data.records import Chat, NothingToLearn, Record, record_of
 
 SIDES = {"chosen": ("chosen",), "rejected": ("rejected", "rejected_response", "rejected_messages")}
 """Sides of a pair -> fields that hold them: TRL's, then ms-swift's, whose chosen answer is the last message."""
@@ -64,7 +65,8 @@ def read_labelled(fields: Mapping[str, Any]) -> tuple[list[Labelled], list[str]]
 
     Args:
         fields: the fields of the record: `prompt`, `completion` and `label` (true or false), as TRL's; or `messages` or
-            `conversations` with `label` or `kto_tag`, whose last turn is the completion; or a pair, as in `read_pair`,
+            `conversations` with `label` or `kto_tag`, whose last turn is the completion; or a question and its answer
+            (see `record_fields.QUESTIONS`) with a label; or a pair, as in `read_pair`,
             whose chosen completion is desirable and whose rejected one is not.
 
     Returns:
@@ -81,20 +83,27 @@ def read_labelled(fields: Mapping[str, Any]) -> tuple[list[Labelled], list[str]]
     if _first(fields, SIDES["rejected"]) is not None:
         pair, unused = read_pair(fields)
         return [Labelled(record, is_chosen) for record, is_chosen in zip(pair, (True, False), strict=True)], unused
-    unused = _unused(fields, _LABELLED)
+    question: Format | None = next((form for form in QUESTION_FORMS if fields.keys() >= {*form.required}), None)
+    used = () if question is None else (*question.required, *question.optional)
+    unused = _unused(fields, {*_LABELLED, *used})
     name = _first(fields, LABELS)
-    if name is None or not (isinstance(fields[name], bool) or fields[name] in (0, 1)):
+    desirable = None if name is None else label_of(fields[name])
+    if desirable is None:
         problem = f'"{LABELS[0]}" must be true or false' if name else f'has no "{LABELS[0]}", true or false'
         raise ValueError(f"{problem}: the objective is for completions with a label, or pairs")
     if (turns := _first(fields, TURNS)) is not None:
         *prompt, completion = _turns(fields, turns)
+        record = _completion(fields, prompt, [completion])
+    elif question is not None and "completion" not in fields:
+        chat = cast("Chat", record_of({name: value for name, value in fields.items() if name not in LABELS})[0])
+        *prompt, completion = chat[0]
         record = _completion(fields, prompt, [completion])
     else:
         missing = [each for each in ("prompt", "completion") if each not in fields]
         if missing:
             raise ValueError(f'has no "{missing[0]}"; give "prompt", "completion" and "label"')
         record = _completion(fields, fields["prompt"], fields["completion"])
-    return [Labelled(record, bool(fields[name]))], unused
+    return [Labelled(record, desirable)], unused
 
 
 def _sides(fields: Mapping[str, Any]) -> tuple[Any, Any, Any]:
@@ -146,7 +155,7 @@ def _prompt(fields: Mapping[str, Any]) -> str | list[Any] | None:
     """The prompt of a pair as a text or as turns; None if the record has none of its own."""
     given = {name: fields[name] for name in ("prompt", *TURNS, *QUESTIONS) if fields.get(name) not in (None, *EMPTY)}
     more = given.pop("input", None) if "instruction" in given else None
-    if len(given) > 1:
+    if len({str(prompt) for prompt in given.values()}) > 1:
         raise ValueError(f"the record has several prompts: remove all but one of {', '.join(map(repr, given))}")
     if not given:
         return None
@@ -164,8 +173,6 @@ def _prompt(fields: Mapping[str, Any]) -> str | list[Any] | None:
 
 def _completion(fields: Mapping[str, Any], prompt: Any, completion: Any) -> Record:
     """The record of a prompt and a completion, with the other fields of a chat."""
-    if isinstance(prompt, list) and isinstance(completion, str):
-        completion = _answer(completion)
     others = {name: value for name, value in fields.items() if name in (*OF_CHATS, FINISH)}
     return record_of({**others, "prompt": prompt, "completion": completion})[0]
 

@@ -14,8 +14,9 @@ from ligermodels.data.batches import Batch
 from ligermodels.data.chat import end_of_turn
 from ligermodels.data.documents import Documents
 from ligermodels.data.encoding import Tokens
+from ligermodels.data.lines import fields_of
 from ligermodels.data.packing import PackedBatches
-from ligermodels.data.records import Completion, Record, fields_of, prompt_of
+from ligermodels.data.records import Completion, Record, prompt_of
 from ligermodels.data.rows import Piece, Pool, Queue
 from ligermodels.errors import InputError
 

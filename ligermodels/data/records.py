@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import dropwhile
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from ligermodels.convert.input_files import parse_json
 from ligermodels.data.chat import Message, join_turns
+from ligermodels.data.lines import decoded, fields_of, without_nulls
 from ligermodels.data.record_fields import (
     COMPLETION,
     CONVERSATIONS,
@@ -51,9 +50,6 @@ Record: TypeAlias = Completion | Chat
 """A text with or without a prompt, or a chat."""
 
 Json = TypeVar("Json")
-
-LINE_BYTES = 8 << 20
-"""Most bytes of a line: tokenising 8 MiB takes about 1 GB of memory."""
 
 ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool")},
@@ -114,14 +110,6 @@ def parse_line(line: bytes) -> str | Record:
 def read_record(line: bytes) -> tuple[Record, list[str]]:
     """The record in a line of JSON, as in `parse_line`, and the names of the line's fields that are not used."""
     return record_of(fields_of(line))
-
-
-def fields_of(line: bytes) -> dict[str, Any]:
-    """The fields of a line of JSON, without null values; {} for a line that is no object.
-
-    Raises ValueError for an invalid line.
-    """
-    return _without_nulls(_parsed(line))
 
 
 def record_of(record: Mapping[str, Any]) -> tuple[Record, list[str]]:
@@ -185,8 +173,10 @@ def _completion(record: Mapping[str, Any]) -> Completion | Chat:
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return Completion(prompt, completion, not is_cut(record))
+    if isinstance(prompt, list) and isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
     if not (isinstance(prompt, list) and isinstance(completion, list)):
-        raise ValueError('"prompt" and "completion" must be two strings, or two lists of turns')
+        raise ValueError('"prompt" and "completion" must be texts or lists of turns, no turns after a text')
     return _chat([*prompt, *completion], record, untrained=len(prompt))
 
 
@@ -198,7 +188,7 @@ def _question(record: Mapping[str, Any], form: Format) -> Chat:
     text = "\n".join(filter(None, (record[question], record.get(more))))
     problem = '"history" must be a list of pairs, each a question and an answer'
     turns: list[dict[str, Any]] = []
-    history = _check_type(_decoded(record.get("history")) or [], list, problem)
+    history = _check_type(decoded(record.get("history")) or [], list, problem)
     for pair in [*history, [text, record[answer]]]:
         if len(_check_type(pair, list, problem)) != 2:
             raise ValueError(problem)
@@ -223,22 +213,6 @@ def _check_type(value: Any, json_type: type[Json], message: str) -> Json:
     return value
 
 
-def _parsed(line: bytes) -> Any:
-    if len(line) > LINE_BYTES:
-        raise ValueError(
-            f"has more than {LINE_BYTES:,} bytes; cut the text into several lines, or give it as a .txt file"
-        )
-    try:
-        record = parse_json(line.removeprefix(b"\xef\xbb\xbf"))
-        if b"\\ud" in line.lower():
-            json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError("has half of a surrogate pair (\\ud...), which is no character") from None
-    except ValueError as error:
-        raise ValueError(f"not JSON ({error})") from None
-    return record
-
-
 def _chat(turns: Any, record: Mapping[str, Any], *, from_sharegpt: bool = False, untrained: int = 0) -> Chat:
     """The messages and template variables of a chat in which the assistant speaks.
 
@@ -261,9 +235,9 @@ def _messages(
     turns: Any, record: Mapping[str, Any], *, from_sharegpt: bool = False, untrained: int = 0
 ) -> list[Message]:
     """The messages of a chat: see `_chat` for the arguments."""
-    turns = _check_type(_decoded(turns), list, "a chat must be a list of turns")  # cells of tables are texts
+    turns = _check_type(decoded(turns), list, "a chat must be a list of turns")  # cells of tables are texts
     for number, turn in enumerate(turns, start=1):
-        _check_parts(_without_nulls(turn).get("content"), number)
+        _check_parts(without_nulls(turn).get("content"), number)
     messages = [_weighted(_message(turn, number), number) for number, turn in enumerate(turns, start=1)]
     messages[:untrained] = [
         {**message, "weight": 0} if message["role"] == "assistant" else message for message in messages[:untrained]
@@ -292,7 +266,7 @@ def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
     """The template variables of a chat: its tools, its documents, and the entries of `chat_template_kwargs`."""
     variables: dict[str, Any] = {}
     for name in ("tools", "functions", "documents"):
-        items = _check_type(_decoded(record.get(name)) or [], list, f'"{name}" must be a list')
+        items = _check_type(decoded(record.get(name)) or [], list, f'"{name}" must be a list')
         if items and name == "functions" and variables:
             raise ValueError('"functions" is the old name of "tools"; give one of the two')
         if items:
@@ -300,7 +274,7 @@ def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
     if "tools" in variables:
         variables["tools"] = [_tool(tool) for tool in variables["tools"]]
     problem = '"chat_template_kwargs" must be an object'
-    more = _check_type(_decoded(record.get("chat_template_kwargs")) or {}, dict, problem)
+    more = _check_type(decoded(record.get("chat_template_kwargs")) or {}, dict, problem)
     if wrong := sorted(more.keys() & {*RESERVED, *variables}):
         raise ValueError(f'"chat_template_kwargs" may not set "{wrong[0]}", which the record or the training sets')
     return {**variables, **more}
@@ -324,18 +298,18 @@ def _weighted(message: dict[str, Any], number: int) -> Message:
 
 def _message(turn: Any, number: int) -> dict[str, Any]:
     """A turn with the keys of transformers ("role", "content") or ShareGPT ("from", "value"), as a message."""
-    fields = _without_nulls(turn)
+    fields = without_nulls(turn)
     role, content = fields.pop("from", None), fields.pop("value", None)
     role, content = fields.pop("role", role), _joined(fields.pop("content", content))
     function_call = fields.pop("function_call", None)  # OpenAI's format before tool_calls
-    calls = _decoded(fields.pop("tool_calls", [])) or ([function_call] if function_call else [])
+    calls = decoded(fields.pop("tool_calls", [])) or ([function_call] if function_call else [])
     no_text = f'turn {number} of the chat needs text under "role" and "content", or "from" and "value"'
     role = _check_type(role, str, no_text).strip().lower()
     if content is not None or not calls:
         content = _check_type(content, str, no_text)
     if role not in ROLES:
         raise ValueError(f"turn {number} of the chat has an unknown role, {role!r}; use one of {', '.join(ROLES)}")
-    if role in CALLS and isinstance(call := _decoded(content), (dict, list)):
+    if role in CALLS and isinstance(call := decoded(content), (dict, list)):
         calls = call if isinstance(call, list) else [call]
         content = None if calls else ""
     if calls:
@@ -346,7 +320,7 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
 def _check_parts(content: Any, number: int) -> None:
     """Raise ValueError for a part of a content that is not text."""
     for part in content if isinstance(content, list) else []:
-        if (kind := _without_nulls(part).get("type", "text")) != "text":
+        if (kind := without_nulls(part).get("type", "text")) != "text":
             raise ValueError(f"turn {number} of the chat: a part has type {kind!r}, and only text can be trained on")
 
 
@@ -354,7 +328,7 @@ def _joined(content: Any) -> Any:
     """The text of a list of text parts; any other content unchanged."""
     if not isinstance(content, list):
         return content
-    parts = [_without_nulls(part) for part in content]
+    parts = [without_nulls(part) for part in content]
     if all(part.get("type") == "text" for part in parts):
         with suppress(TypeError):  # the text of a part is no str
             return "".join(part.get("text", "") for part in parts)
@@ -369,8 +343,8 @@ def _calls(calls: Any, number: int) -> list[dict[str, Any]]:
 def _call(call: Mapping[str, Any], number: int) -> dict[str, Any]:
     """A tool call as {"type": "function", "function": {"name", "arguments"}}. Arguments stay in their form, a dict or
     JSON in a string, until it is known which form the chat template takes."""
-    call = _without_nulls(call)
-    function = _without_nulls(call.get("function", call))
+    call = without_nulls(call)
+    function = without_nulls(call.get("function", call))
     _check_type(function.get("name"), str, f"turn {number} of the chat calls a tool without a name")
     return {"type": "function", **(call if "function" in call else {}), "function": function}
 
@@ -385,16 +359,3 @@ def _alternating(messages: list[Message]) -> list[Message]:
         else:
             joined.append(message)
     return joined
-
-
-def _without_nulls(value: Any) -> dict[str, Any]:
-    """An object without null values, because templates treat a null as present; {} for any other value."""
-    return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {}
-
-
-def _decoded(value: Any) -> Any:
-    """A string decoded as JSON; any other value, and a string that is no JSON, unchanged."""
-    if isinstance(value, str):
-        with suppress(ValueError):
-            return parse_json(value)
-    return value

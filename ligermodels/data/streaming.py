@@ -15,8 +15,8 @@ import numpy as np
 from ligermodels.convert.input_files import open_file
 from ligermodels.data.corpus import Corpus, held_out, piece_starts
 from ligermodels.data.files import DataFile
+from ligermodels.data.lines import LINE_BYTES
 from ligermodels.data.orders import Indices, Place, permutation
-from ligermodels.data.records import LINE_BYTES
 from ligermodels.errors import InputError
 
 FIRST = 10_000

@@ -1,5 +1,6 @@
 """Preference data: the records of the hub's data sets, and which tokens of a batch count, written out by hand."""
 
+import csv
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -50,6 +51,7 @@ PAIRS: dict[str, tuple[dict[str, Any], Any]] = {
         ([[S, U, A], {}], [[S, U, B], {}]),
     ),
     "Alpaca": ({"instruction": "Hi", "input": "", "chosen": "Hello!", "rejected": "No."}, CHAT),
+    "a prompt twice": ({"prompt": "Hi", "question": "Hi", "chosen": [U, A], "rejected": [U, B]}, CHAT),
     "distilabel": ({"input": "Hi", "chosen": "Hello!", "rejected": "No.", "generations": ["x"]}, CHAT),
     "LLaMA-Factory": (
         {"conversations": turns("Hi"), "chosen": turns("", "Hello!")[1], "rejected": turns("", "No.")[1]},
@@ -77,7 +79,12 @@ LABELLED: dict[str, tuple[dict[str, Any], list[tuple[Any, bool]]]] = {
     "TRL": ({"prompt": "Hi", "completion": " ho", "label": True}, [(Completion("Hi", " ho"), True)]),
     "TRL, turns": ({"prompt": [U], "completion": [B], "label": False}, [(([U, B], {}), False)]),
     "numbers": ({"prompt": "Hi", "completion": " ho", "label": 0}, [(Completion("Hi", " ho"), False)]),
+    "texts of a table": ({"prompt": "Hi", "completion": " ho", "label": "False"}, [(Completion("Hi", " ho"), False)]),
     "LLaMA-Factory": ({"messages": [U, A], "kto_tag": True}, [(([U, A], {}), True)]),
+    "LLaMA-Factory, Alpaca": (
+        {"instruction": "Hi", "input": "", "output": "No.", "history": [["Hi", "Hello!"]], "kto_tag": "false"},
+        [(([U, {**A, "weight": 0}, U, B], {}), False)],
+    ),
     "ShareGPT": ({"conversations": turns("Hi", "No."), "label": False}, [(([U, B], {}), False)]),
     "a pair": ({"chosen": [U, A], "rejected": [U, B]}, [(([U, A], {}), True), (([U, B], {}), False)]),
 }
@@ -124,9 +131,16 @@ def folder(tmp_path: Path) -> Path:
 def batches(
     folder: Path, records: list[dict[str, Any]], form: str, seq_len: int = 40, **options: Any
 ) -> ExampleBatches:
-    (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    file = options.pop("file", folder / "data.jsonl")
+    if file.suffix == ".csv":
+        with file.open("w", newline="") as table:
+            rows = csv.DictWriter(table, records[0])
+            rows.writeheader()
+            rows.writerows(records)
+    else:
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
     own = {name: options.pop(name) for name in ("mismatched", "excess_length_strategy") if name in options}
-    documents: Any = Examples.of_checkpoint(folder, [folder / "data.jsonl"], form=form, seq_len=seq_len, **own)
+    documents: Any = Examples.of_checkpoint(folder, [file], form=form, seq_len=seq_len, **own)
     documents.notes.say = documents.said = [].append  # type: ignore[attr-defined]
     return ExampleBatches(documents, seq_len=4 * seq_len, batch_size=1, epochs=1, **options)
 
@@ -162,6 +176,17 @@ def test_the_tokens_of_a_pair(folder: Path) -> None:
     assert pairs[1] == [("ab c<|endoftext|>", " c<|endoftext|>"), ("ab de<|endoftext|>", " de<|endoftext|>")]
     assert (batch["labels"][0][batch["targets"][batch["targets"] >= 0] + 1] != -100).all()
     assert (batch["labels"] != -100).sum() == (batch["targets"] >= 0).sum()
+
+
+@pytest.mark.parametrize("write", [json.dumps, str])
+def test_turns_in_cells_of_a_table(folder: Path, write: Any) -> None:
+    sides = ([{"role": "user", "content": "a"}, {"role": "assistant", "content": text}] for text in ("bc", "d"))
+    record = dict(zip(("chosen", "rejected"), map(write, sides), strict=True))
+    made = batches(folder, [record], "pairs", seq_len=90, file=folder / "pairs.csv")
+    (batch,) = made
+    ((whole, own), (_, other)) = counted(batch, made._documents)
+    assert whole.endswith("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nbc<|im_end|>\n")
+    assert (own, other) == ("bc<|im_end|>", "d<|im_end|>")
 
 
 def test_prompts_of_chosen_sequences_count_for_orpo(folder: Path) -> None:

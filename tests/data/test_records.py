@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ligermodels.data.lines import LINE_BYTES
 from ligermodels.data.records import Completion, NothingToLearn, parse_line, read_record
 
 USER, ASSISTANT = {"role": "user", "content": "Hi there!"}, {"role": "assistant", "content": "Hello, you?"}
@@ -113,6 +114,30 @@ GOOD: dict[str, tuple[object, object]] = {
         {"system": "x", "instruction": "Do", "input": "it", "output": "No", "history": [["Do", "Yes"]]},
         [SYSTEM, *QUESTIONS],
     ),
+    "turns before a text": (
+        {"prompt": [USER, ASSISTANT, USER], "completion": "Hello, you?"},
+        [USER, {**ASSISTANT, "weight": 0}, USER, ASSISTANT],
+    ),
+    "turns in cells": ({"prompt": json.dumps([USER]), "completion": json.dumps([ASSISTANT])}, [USER, ASSISTANT]),
+    "turns in cells, by pandas": ({"messages": str([USER, ASSISTANT])}, [USER, ASSISTANT]),
+    "JSON that is no turn": (
+        {"prompt": "a", "completion": '[{"role": "chief", "age": 50}]'},
+        Completion("a", '[{"role": "chief", "age": 50}]'),
+    ),
+    "an object with the fields of a turn": (
+        {"prompt": "a", "completion": json.dumps(ASSISTANT)}, Completion("a", json.dumps(ASSISTANT))
+    ),
+    "the first Alpaca": ({"instruction": "Do", "input": "it", "output": "No", "text": "Below ..."}, [USER_ASKS, NO]),
+    "Magpie": (
+        {**sharegpt(("human", "Hi there!"), ("gpt", "Hello, you?")), "instruction": "Hi there!", "response": "Hello"},
+        [USER, ASSISTANT],
+    ),
+    "a completion and its text": ({"prompt": "a", "completion": " b", "text": "a b"}, Completion("a", " b")),
+    "OpenOrca": ({"id": "1", "system_prompt": "x", "question": "Do\nit", "response": "No"}, [SYSTEM, USER_ASKS, NO]),
+    "a prompt and its response": ({"prompt": "Do\nit", "response": "No"}, [USER_ASKS, NO]),
+    "a problem and its solution": ({"problem": "Do\nit", "solution": "No"}, [USER_ASKS, NO]),
+    "a problem and its answer": ({"problem": "Do\nit", "answer": "No"}, [USER_ASKS, NO]),
+    "an input and its output": ({"input": "Do\nit", "output": "No"}, [USER_ASKS, NO]),
     "empty media": (messages(ASSISTANT, images=[], audio=None), [USER, ASSISTANT]),
     "two users": (messages({**USER, "name": "b"}, ASSISTANT), [USER, {**USER, "name": "b"}, ASSISTANT]),
 }  # fmt: skip
@@ -124,9 +149,17 @@ BAD: dict[str, tuple[object, str]] = {
     "list": (["text"], "not an object"),
     "no text": ({"text": 5}, '"text" must be a string'),
     "another format": ({"ask": "a", "answer": "b"}, 'not an object with "messages", .*fields are: "ask'),
-    "two formats": ({"text": "a", **sharegpt(("human", "a"))}, 'several formats: remove "conversations"; or "text"$'),
+    "two chats": ({"messages": [USER], **sharegpt(("human", "a"))}, 'remove "messages"; or "conversations"$'),
+    "two answers": (
+        {"problem": "a", "solution": "b", "answer": "c"},
+        'several formats: remove "problem" and "solution"; or "problem" and "answer"$',
+    ),
+    "turns by numpy": (
+        {"messages": "[{'role': 'user', 'content': 'a'}\n {'role': 'assistant', 'content': 'b'}]"},
+        '"messages" begins as a list of turns, but cannot be read',
+    ),
     "a missing part": ({"prompt": "a"}, 'fields are: "prompt"$'),
-    "half turns": ({"prompt": [USER], "completion": "a"}, "two strings, or two lists"),
+    "half turns": ({"prompt": "a", "completion": [ASSISTANT]}, "no turns after a text"),
     "half history": ({"instruction": "a", "output": "b", "history": [["c"]]}, '"history" must be a list of pairs'),
     "no instruction": ({"instruction": 5, "output": "b"}, '"instruction" must be a string'),
     "two system prompts": ({"messages": [SYSTEM, USER, ASSISTANT], "system": "y"}, '"system" and the first turn'),
@@ -141,6 +174,10 @@ BAD: dict[str, tuple[object, str]] = {
     ),
     "preferences among messages": (messages(ASSISTANT, rejected_response="b"), '"rejected_response" is a field of'),
     "an unwanted completion": ({"prompt": "a", "completion": "b", "label": False}, '"label" is a field of preference'),
+    "an unwanted completion of a table": (
+        {"prompt": "a", "completion": "b", "label": "False"},
+        '"label" is a field of',
+    ),
     "pictures": (messages(ASSISTANT, images=["a.png"]), '"images" is not text'),
     "weights of records": (messages(ASSISTANT, weight=0.5), '"weight" selects what is trained on'),
     "masks": (messages({**ASSISTANT, "mask": 1}), 'turn 2 .*"mask" selects'),
@@ -188,8 +225,17 @@ def test_what_goes_to_the_template(fields: dict[str, object], variables: dict[st
 
 
 def test_fields_that_are_not_used_are_named() -> None:
-    record = messages(ASSISTANT, tools=[], id=5, source="a", prompt="b", parallel_tool_calls=False, note="", label=1)
-    assert read_record(json.dumps(record).encode())[1] == ["id", "source", "prompt", "parallel_tool_calls", "label"]
+    record = messages(
+        ASSISTANT, tools=[], id=5, source="a", prompt="b", text="c", parallel_tool_calls=False, note="", label=1
+    )
+    assert read_record(json.dumps(record).encode())[1] == [
+        "id",
+        "source",
+        "prompt",
+        "text",
+        "parallel_tool_calls",
+        "label",
+    ]
 
 
 @pytest.mark.parametrize("tools", [[], None, "", "null", "[]"])
@@ -228,12 +274,12 @@ def test_long_lines_take_bounded_memory(tmp_path: Path) -> None:
     """A line too long for memory is an unusable one; of long ones, few are held as tokens at once."""
     from chat_templates import tokenizer_of
 
-    from ligermodels.data import documents, records
+    from ligermodels.data import documents
     from ligermodels.errors import InputError
 
     tokenizer_of("qwen2.5", tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    lines = [json.dumps({"text": text}) for text in ("a " * (records.LINE_BYTES // 2), *(["b " * 500_000] * 20), "c")]
+    lines = [json.dumps({"text": text}) for text in ("a " * (LINE_BYTES // 2), *(["b " * 500_000] * 20), "c")]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     with pytest.raises(InputError, match=r"data\.jsonl:1: has more than 8,388,608 bytes; cut the text"):
         documents.Documents.of_checkpoint(tmp_path, [tmp_path / "data.jsonl"]).read([0])
