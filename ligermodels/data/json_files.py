@@ -156,7 +156,8 @@ def csv_lines(content: BinaryIO, name: str, *, delimiter: str) -> Iterator[bytes
         delimiter: character between two cells.
 
     Raises:
-        InputError: the file is not UTF-8, a column occurs twice, cells have another delimiter, or a row has more or fewer cells than the header.
+        InputError: the file is not UTF-8, a column occurs twice, cells have another delimiter, or a row has more or
+            fewer cells than the header.
     """
     csv.field_size_limit(max(csv.field_size_limit(), LINE_BYTES))  # the default is 128 KiB
     rows = csv.reader(io.TextIOWrapper(content, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
