@@ -43,11 +43,11 @@ test-integrations: $(BIN)/.integrations
 test-transformers4: $(READY) build/transformers4/.ready
 	LIGERMODELS_OTHER_PYTHON="$(CURDIR)/build/transformers4/bin/python" $(BIN)/pytest tests/convert/test_other_transformers.py
 
-# Exports and draft heads opened by a real server, vLLM on the CPU, in an environment of its own. Tests of a file share
-# processes of vLLM, which take long to start and fill two cores.
+# Exports and draft heads opened by a real server, vLLM on the CPU, in an environment of its own. Each process of pytest has
+# one process of vLLM, which takes long to import.
 test-serving: JOBS = 2
 test-serving: $(READY) build/vllm/.ready
-	LIGERMODELS_VLLM_PYTHON="$(CURDIR)/build/vllm/bin/python" $(BIN)/pytest -n $(JOBS) --dist loadfile tests/serving
+	LIGERMODELS_VLLM_PYTHON="$(CURDIR)/build/vllm/bin/python" $(BIN)/pytest -n $(JOBS) --dist worksteal tests/serving
 
 build/vllm/.ready: constraints.txt pyproject.toml tests/serving/vllm_requirements.py
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)

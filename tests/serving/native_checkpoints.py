@@ -1,22 +1,15 @@
-"""Random checkpoints, their tokens by this package, and their tokens by native models inside vLLM."""
+"""Random checkpoints, their tokens by this package, and settings of vLLM for native models."""
 
-import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from zoo import CONFIGS
 
 import ligermodels as lm
-from ligermodels.integrations.vllm import HYBRID_ARCHITECTURE
+from ligermodels.integrations.vllm import ARCHITECTURE, HYBRID_ARCHITECTURE
 from ligermodels.integrations.vllm.plan import StatePlan, plan_mixers
 from ligermodels.layers.initialization import persistent_tensors
-
-PYTHON = os.environ.get("LIGERMODELS_VLLM_PYTHON")
-needs_vllm = pytest.mark.skipif(not PYTHON, reason="LIGERMODELS_VLLM_PYTHON names no interpreter")
 
 LENGTHS, NEW = (70, 5, 41, 23), 12
 PROMPTS = [torch.randint(3, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
@@ -77,21 +70,20 @@ def ours(model: lm.CausalLM, prompts: list[list[int]] = PROMPTS) -> dict[str, li
     return found
 
 
-def served(asked: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """What vLLM answers for each model, in one process beside the workers of tensor parallelism; what it logs is the
-    last answer's "log"."""
-    file = folder / "asked.json"
-    file.write_text(json.dumps([{"prompts": PROMPTS, "max_tokens": NEW, "options": {}, **each} for each in asked]))
-    command = [str(PYTHON), str(Path(__file__).with_name("serve_native.py")), str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    answers[-1]["log"] = done.stdout + done.stderr
-    return answers
+def native(options: dict[str, Any] | None = None, **arguments: Any) -> dict[str, Any]:
+    """Arguments of `EngineProcess` for a native model. Chunks of 32 tokens of a prefill share batches with other
+    requests.
+
+    Args:
+        options: arguments of vLLM's `LLM`.
+        arguments: in place of the default arguments.
+    """
+    chunks = {"max_model_len": 128, "block_size": 32, "max_num_batched_tokens": 32}
+    options = {**chunks, "hf_overrides": {"architectures": [ARCHITECTURE]}, **(options or {})}
+    return {"prompts": PROMPTS, "max_tokens": NEW, "options": options, **arguments}
 
 
 def assert_equal(theirs: dict[str, Any], wanted: dict[str, list[Any]]) -> None:
-    assert "error" not in theirs, theirs["error"]
     assert theirs["tokens"] == wanted["tokens"]
     different = {tuple(tokens) for tokens in wanted["tokens"]}
     assert len(different) == len(PROMPTS)  # a model that repeats one shows little

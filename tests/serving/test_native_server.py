@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from native_checkpoints import NEW, PROMPTS, PYTHON, needs_vllm, ours, random_checkpoint, servable
+from engine_process import PYTHON, needs_vllm
+from native_checkpoints import NEW, PROMPTS, ours, random_checkpoint, servable
 
 pytestmark = needs_vllm
 

@@ -3,16 +3,12 @@
 `make test-serving` makes the environment and runs this; or LIGERMODELS_VLLM_PYTHON names the Python of one.
 """
 
-import json
-import os
-import subprocess
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
+from engine_process import EngineProcess, needs_vllm
 
 import ligermodels as lm
 from ligermodels.integrations.vllm import ARCHITECTURE
@@ -20,8 +16,7 @@ from ligermodels.speculative.draft_layer import layer_like
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.tree import chain
 
-PYTHON = os.environ.get("LIGERMODELS_VLLM_PYTHON")
-pytestmark = pytest.mark.skipif(not PYTHON, reason="LIGERMODELS_VLLM_PYTHON names no interpreter")
+pytestmark = needs_vllm
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -32,49 +27,33 @@ TEXT = torch.randint(3, 512, (1, 64), generator=torch.Generator().manual_seed(3)
 PROMPT, NEW, DRAFTED = TEXT[0, :10].tolist(), 40, 4
 
 
-Served = Callable[..., dict[str, Any]]
 NO_FLOAT32 = "expect weight to be bfloat16, float16"
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A function: what the server generates after PROMPT. One process serves all models, since vLLM takes longer to
-    import than to run them."""
-    log = tmp_path_factory.mktemp("server") / "log"
-    command = [str(PYTHON), str(Path(__file__).with_name("serve.py"))]
-    with log.open("w") as errors, subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
-    ) as server:  # fmt: skip
-        assert server.stdin is not None and server.stdout is not None
-        yield partial(_answer, server.stdin, server.stdout, log)
-        server.stdin.close()
-
-
-def _answer(
-    questions: IO[str],
-    answers: IO[str],
-    log: Path,
+def served(
+    engines: EngineProcess,
     model: Path,
     speculative: dict[str, Any] | None = None,
     dtype: str = "float32",
     *,
     native: bool = False,
     ranks: int = 1,
+    **arguments: Any,
 ) -> dict[str, Any]:
-    """What the server generates after PROMPT; with `native` by this package's modules around vLLM's attention."""
-    asked = {
-        "model": str(model), "dtype": dtype, "prompts": [PROMPT], "max_tokens": NEW, "speculative": speculative,
-        "overrides": {"architectures": [ARCHITECTURE]} if native else {}, "ranks": ranks,
+    """What vLLM generates after PROMPT; with `native` by this package's modules around vLLM's attention, and with
+    vLLM's latent attention otherwise."""
+    options = {
+        "dtype": dtype, "max_model_len": 256, "enable_prefix_caching": False, "speculative_config": speculative,
+        "hf_overrides": {"architectures": [ARCHITECTURE]} if native else {}, "tensor_parallel_size": ranks,
     }  # fmt: skip
-    questions.write(json.dumps(asked) + "\n")
-    questions.flush()
-    found: dict[str, Any] = json.loads(
-        next((line for line in answers if line.startswith("{")), '{"error": "it ended"}')
-    )
-    if NO_FLOAT32 in found.get("error", ""):
-        pytest.skip("vLLM's experts on CPUs with AMX take no float32")
-    assert "error" not in found, f"{found['error']}\n{log.read_text()[-3000:]}"
-    return found
+    arguments = {"environment": {"VLLM_MLA_DISABLE": "0"}, "options": options, **arguments}
+    try:
+        (answer,) = engines.serve(model, prompts=[PROMPT], max_tokens=NEW, **arguments)
+    except AssertionError as error:
+        if NO_FLOAT32 in str(error):
+            pytest.skip("vLLM's experts on CPUs with AMX take no float32")
+        raise
+    return answer
 
 
 def trained(model: Any, parameters: Any, steps: int) -> None:
@@ -96,14 +75,14 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def check(served: Served, model: Any, folder: Path, speculative: dict[str, Any], **options: Any) -> None:
+def check(engines: EngineProcess, model: Any, folder: Path, speculative: dict[str, Any], **options: Any) -> None:
     """The server's tokens are the greedy ones, and it takes exactly as many steps as we do: so each draft is ours."""
     ours = model.generate([PROMPT], max_new_tokens=NEW, tree=chain(DRAFTED), return_stats=True)
     tokens = ours.sequences[0, len(PROMPT) :].tolist()
     assert torch.equal(ours.sequences, model.base.generate([PROMPT], max_new_tokens=NEW, do_sample=False))
     assert 1.2 < ours.tokens_per_step < 4.5  # a head that is always or never right would hide errors
     dtype = str(model.base.dtype).removeprefix("torch.")
-    theirs = served(folder, {"num_speculative_tokens": DRAFTED, **speculative}, dtype, **options)
+    theirs = served(engines, folder, {"num_speculative_tokens": DRAFTED, **speculative}, dtype, **options)
     assert theirs["tokens"] == [tokens]
     assert theirs["drafts"] == ours.steps
     assert abs(theirs["accepted"] - (NEW - 1 - ours.steps)) <= DRAFTED  # the last step may draft beyond the end
@@ -120,7 +99,7 @@ def check(served: Served, model: Any, folder: Path, speculative: dict[str, Any],
     ("specforge", {"vocabulary": 96, "boundaries": (0, 2, 3), "native": True}),
     ("speculators", {"vocabulary": 96, "native": True, "ranks": 2}),
 ], ids=str)  # fmt: skip
-def test_eagle3(profile: Any, options: dict[str, Any], target: Path, served: Served, tmp_path: Path) -> None:
+def test_eagle3(profile: Any, options: dict[str, Any], target: Path, engines: EngineProcess, tmp_path: Path) -> None:
     base, options = lm.from_pretrained(target), dict(options)
     run = {name: options.pop(name) for name in ("native", "ranks") if name in options}
     if size := options.get("vocabulary"):
@@ -129,7 +108,7 @@ def test_eagle3(profile: Any, options: dict[str, Any], target: Path, served: Ser
     model = lm.Eagle3Model.from_base(base, DRAFTED, **options)
     trained(model, model.head_parameters(), 9)
     model.export(tmp_path, profile, base_model=str(target))
-    check(served, model, target, {"method": "eagle3", "model": str(tmp_path)}, **run)
+    check(engines, model, target, {"method": "eagle3", "model": str(tmp_path)}, **run)
 
 
 @pytest.mark.parametrize(("profile", "options"), [
@@ -140,7 +119,7 @@ def test_eagle3(profile: Any, options: dict[str, Any], target: Path, served: Ser
     ("speculators", {"window": 16}),
     ("speculators", {"window": 16, "causal": False}),
 ], ids=str)  # fmt: skip
-def test_dflash(profile: Any, options: dict[str, Any], target: Path, served: Served, tmp_path: Path) -> None:
+def test_dflash(profile: Any, options: dict[str, Any], target: Path, engines: EngineProcess, tmp_path: Path) -> None:
     base, options = lm.from_pretrained(target), dict(options)
     if size := options.get("vocabulary"):
         options = {**options, "vocabulary": DraftVocabulary.counted([TEXT], size, 512)}
@@ -154,7 +133,7 @@ def test_dflash(profile: Any, options: dict[str, Any], target: Path, served: Ser
     for norm in others:  # vLLM's grouped norm on the CPU takes the first layer's weight for the context of all layers
         norm.load_state_dict(first.state_dict())
     model.export(tmp_path, profile, base_model=str(target))
-    check(served, model, target, {"method": "dflash", "model": str(tmp_path)})
+    check(engines, model, target, {"method": "dflash", "model": str(tmp_path)})
 
 
 EXPERTS: dict[str, Any] = {
@@ -185,7 +164,7 @@ WITH_MTP: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("model_type", "steps", "dtype"), [
     ("glm4_moe", 3, "float32"), ("deepseek_v3", 8, "float32"), ("qwen3_next", 3, "bfloat16"),
 ])  # fmt: skip
-def test_mtp(model_type: str, steps: int, dtype: str, served: Served, tmp_path: Path) -> None:
+def test_mtp(model_type: str, steps: int, dtype: str, engines: EngineProcess, tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = lm.from_config({"model_type": model_type, **SIZES, **WITH_MTP[model_type]}, dtype="float32")
     trained(base, base.parameters(), 60)
@@ -193,20 +172,20 @@ def test_mtp(model_type: str, steps: int, dtype: str, served: Served, tmp_path: 
     model = lm.MTPModel.from_base(base, DRAFTED)
     trained(model, model.head_parameters(), steps)
     model.to(getattr(torch, dtype)).save_pretrained(tmp_path, overwrite=True)
-    check(served, model, tmp_path, {"method": "mtp"})
+    check(engines, model, tmp_path, {"method": "mtp"})
 
 
 @pytest.mark.parametrize(("native", "ranks"), [(False, 1), (True, 1), (True, 2)])
-def test_medusa(native: bool, ranks: int, target: Path, served: Served, tmp_path: Path) -> None:
+def test_medusa(native: bool, ranks: int, target: Path, engines: EngineProcess, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = lm.MedusaModel.from_base(lm.from_pretrained(target), DRAFTED)
     trained(model, model.head_parameters(), 25)
     model.export(tmp_path, "vllm")
-    check(served, model, target, {"method": "medusa", "model": str(tmp_path)}, native=native, ranks=ranks)
+    check(engines, model, target, {"method": "medusa", "model": str(tmp_path)}, native=native, ranks=ranks)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "phi3", "gemma3_text", "smollm3", "olmo2"])
-def test_checkpoints_of_new_models(model_type: str, served: Served, tmp_path: Path) -> None:
+def test_checkpoints_of_new_models(model_type: str, engines: EngineProcess, tmp_path: Path) -> None:
     """A model from a config without `architectures` is served as a language model, with our greedy tokens."""
     torch.manual_seed(2)
     model = lm.from_config({"model_type": model_type, **SIZES}, dtype="float32").eval()
@@ -216,4 +195,4 @@ def test_checkpoints_of_new_models(model_type: str, served: Served, tmp_path: Pa
                 parameter.normal_(0, 0.1)
     model.save_pretrained(tmp_path, overwrite=True)
     wanted = model.generate([PROMPT], max_new_tokens=NEW, do_sample=False, eos_token_id=None)[0, len(PROMPT) :]
-    assert served(tmp_path)["tokens"] == [wanted.tolist()]
+    assert served(engines, tmp_path)["tokens"] == [wanted.tolist()]
