@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, cast
 
@@ -22,6 +23,7 @@ from ligermodels.convert.weight_stream import WeightStream
 from ligermodels.errors import ConfigError
 from ligermodels.integrations.vllm import HYBRID_ARCHITECTURE
 from ligermodels.integrations.vllm.mixers import replace_caches
+from ligermodels.integrations.vllm.options import EngineOptions
 from ligermodels.integrations.vllm.plan import StatePlan, plan_mixers
 from ligermodels.integrations.vllm.states import EngineStates
 from ligermodels.layers import Block
@@ -42,7 +44,8 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
 
     vLLM schedules the requests, keeps keys and values, and samples. Weights are read by the weight map of the
     checkpoint, tensor by tensor, from whatever loader vLLM uses. With `tensor_parallel_size`, the layers are divided
-    over vLLM's process group, and each rank copies its part of the weights.
+    over vLLM's process group, and each rank copies its part of the weights. A quantised checkpoint is read by
+    `from_pretrained`, and so is any checkpoint whose weights are to be quantised: see `EngineOptions`.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -57,15 +60,20 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         _check_settings(vllm_config)
-        model_config = vllm_config.model_config
+        model_config, options = vllm_config.model_config, EngineOptions.of(vllm_config)
         device = torch.get_default_device()
+        load: Callable[..., CausalLM] = partial(
+            from_pretrained,
+            model_config.model, dtype=model_config.dtype, revision=model_config.revision,
+            token=model_config.hf_token if isinstance(model_config.hf_token, str) else None,
+            cache_dir=vllm_config.load_config.download_dir,
+        )  # fmt: skip
         with set_default_torch_dtype(torch.float32):
-            model = from_pretrained(
-                model_config.model, dtype=model_config.dtype, device="meta", revision=model_config.revision,
-                token=model_config.hf_token if isinstance(model_config.hf_token, str) else None,
-                cache_dir=vllm_config.load_config.download_dir,
-            )  # fmt: skip
+            model = load(device="meta")
             ranks, config = vllm_config.parallel_config.tensor_parallel_size, model.config
+            self._is_quantized, self._is_read = options.quantize is not None, _is_encoded(model)
+            _check_quantization(vllm_config, options, self._is_read)
+            self._is_read |= self._is_quantized
             if ranks > 1:
                 check_tensor_parallel(config, ranks)
                 config = replace(config, blocks=tuple(block.tensor_shard(ranks) for block in config.blocks))
@@ -74,19 +82,22 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
             _check_feed_forward(model)
             if model.config.token_scale != 1.0 and vllm_config.speculative_config is not None:
                 raise ConfigError("token_scale: draft heads share the embedding without this factor; leave them out")
-            allocate(model, model_config.dtype, "meta")
-            if ranks > 1:
-                mesh = DeviceMesh.from_group(get_tp_group().device_group, device.type)
-                tensor_parallel(model, mesh, sequence_parallel=False)
-            model.to_empty(device=device)
-            initialize_buffers(model, model.config.initializer_range)
+            if self._is_read:
+                model = load(device=device, mapped=False, **asdict(options))
+            else:
+                allocate(model, model_config.dtype, "meta")
+                if ranks > 1:
+                    mesh = DeviceMesh.from_group(get_tp_group().device_group, device.type)
+                    tensor_parallel(model, mesh, sequence_parallel=False)
+                model.to_empty(device=device)
+                initialize_buffers(model, model.config.initializer_range)
         self.native = model.requires_grad_(False)
         self.attention = replace_caches(model.decoder, plans, vllm_config, prefix)
         self._boundaries: tuple[int, ...] = ()
         self._channels = model_config.mrope_num_dims
         # vLLM moves parameters to the meta device while it reloads weights, and then puts these tensors back.
         self._tensors = persistent_tensors(model)
-        self._stream = WeightStream(_layouts(model), self._tensors)
+        self._stream = None if self._is_quantized else WeightStream(_layouts(model), self._tensors)
 
     @classmethod
     def _check_states(cls, recurrent: list[str], vllm_config: VllmConfig) -> None:
@@ -157,7 +168,8 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
         return 2, count // 2, count - 3
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copy checkpoint tensors into the model: all of them, or the part that an update sends.
+        """Copy checkpoint tensors into the model: all of them, or the part that an update sends. The first call for a
+        model that `from_pretrained` has read copies nothing.
 
         Args:
             weights: names and tensors in a layout of the model's family, such as the layout of `save_pretrained`.
@@ -167,23 +179,36 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
 
         Raises:
             CheckpointError: a tensor is unknown or does not fit; the message names it.
+            ConfigError: see `begin_update`.
         """
+        if self._is_read:
+            self._is_read = False
+            return {name for name, _ in self.named_parameters()}
         self.begin_update()
         self.update(weights)
-        return {f"{NATIVE}.{name}" for name in self._stream.loaded()}
+        return {f"{NATIVE}.{name}" for name in self._updated().loaded()}
+
+    def _updated(self) -> WeightStream:
+        if self._stream is None:
+            raise ConfigError(
+                f"{EngineOptions.NAME}: the weights have been quantised while they were read, and new ones cannot be "
+                "taken: start another engine, or leave quantize out"
+            )
+        return self._stream
 
     def begin_update(self) -> None:
-        """Begin to count the tensors of `update`."""
-        self._stream.begin()
+        """Begin to count the tensors of `update`. ConfigError for a model that has been quantised."""
+        self._updated().begin()
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy checkpoint tensors into the model, as `load_weights` does: one of several parts of an update."""
+        stream = self._updated()
         for name, tensor in weights:
-            self._stream.load(name, tensor)
+            stream.load(name, tensor)
 
     def not_updated(self) -> list[str]:
         """Names of the parameters of which the parts since `begin_update` have not had all values."""
-        return sorted(f"{NATIVE}.{name}" for name in self._tensors.keys() - self._stream.loaded())
+        return sorted(f"{NATIVE}.{name}" for name in self._tensors.keys() - self._updated().loaded())
 
 
 class _DividedEmbedding(nn.Module):
@@ -266,17 +291,32 @@ def _check_settings(vllm_config: VllmConfig) -> None:
         )
     if getattr(model, "hf_config_path", None) is not None:
         raise ConfigError("hf_config_path: must be None; the native model is composed from the model's own config.json")
-    if vllm_config.quant_config is not None:
-        raise ConfigError(
-            f"quantization: {model.quantization} weights are not read by {LigerModelsForCausalLM.__name__}; write them "
-            "dequantised first (from_pretrained, then save_pretrained)"
-        )
     if vllm_config.lora_config is not None:
         raise ConfigError(f"enable_lora: adapters are not applied by {LigerModelsForCausalLM.__name__}; merge them")
     if model.use_mla:
         raise ConfigError(
             "latent attention: runs here with the keys and values of all heads in the cache; set VLLM_MLA_DISABLE=1, "
             "so that vLLM lays out its cache for them"
+        )
+
+
+def _is_encoded(model: CausalLM) -> bool:
+    """Whether the checkpoint of the model stores quantised tensors."""
+    return cast(SourceCheckpoint, model.require_export_spec().source).quantization is not None
+
+
+def _check_quantization(vllm_config: VllmConfig, options: EngineOptions, is_encoded: bool) -> None:
+    """ConfigError for a quantisation by vLLM, and for one of this package on several ranks."""
+    if vllm_config.quant_config is not None and not is_encoded:
+        raise ConfigError(
+            f"quantization: {vllm_config.model_config.quantization} is vLLM's, and the weights are plain; give "
+            f'--additional-config \'{{"{EngineOptions.NAME}": {{"quantize": "int4"}}}}\' (or float8, nf4, mxfp4)'
+        )
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if ranks > 1 and (is_encoded or options.quantize is not None):
+        raise ConfigError(
+            f"tensor_parallel_size: must be 1 for quantised weights, got {ranks}; write a quantised checkpoint "
+            "dequantised first (from_pretrained, then save_pretrained)"
         )
 
 
