@@ -310,7 +310,8 @@ def make_step(step: EagerStep, cuda_graph: CudaGraph, parts: Sequence[Batch]) ->
 
     Args:
         step: the step without a graph.
-        cuda_graph: "on", "off", or "auto": on where it pays and can be recorded.
+        cuda_graph: "on", "off", or "auto": on where it pays and can be recorded. GraphWarning names why a step that
+            would be faster by a graph has none.
         parts: the first micro-batches.
     """
     if cuda_graph not in get_args(CudaGraph):
@@ -318,6 +319,8 @@ def make_step(step: EagerStep, cuda_graph: CudaGraph, parts: Sequence[Batch]) ->
     is_on = cuda_graph == "on"
     if is_on and step.device.type != "cuda":
         warnings.warn(f"steps run without a CUDA graph: the model is on {step.device}", GraphWarning, stacklevel=3)
-    if cuda_graph == "auto":
-        is_on = pays(step, parts) and not refusal(step, parts)
+    if cuda_graph == "auto" and step.device.type == "cuda" and pays(step, parts):
+        is_on = not (reason := refusal(step, parts))
+        if reason:
+            warnings.warn(f"steps run without a CUDA graph, and would be faster by it: {reason}", GraphWarning, 3)
     return GraphStep(step) if is_on and step.device.type == "cuda" else lambda parts, **options: step(parts, options)

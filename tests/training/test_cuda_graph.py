@@ -308,6 +308,14 @@ def test_a_step_that_waits_for_the_gpu_runs_without_a_graph() -> None:
     assert torch.equal(torch.randn(3, device="cuda"), numbers)
 
 
+def test_auto_says_why_a_small_model_has_no_graph() -> None:
+    model = llama()
+    step = EagerStep(model, torch.optim.SGD(model.parameters()))
+    step.device = torch.device("cuda")
+    with pytest.warns(GraphWarning, match="without a CUDA graph, and would be faster by it: SGD does not support it"):
+        cuda_graph.make_step(step, "auto", [next(batches())])
+
+
 def test_auto_records_small_models_and_short_batches() -> None:
     found = {}
     for name, tokens in (("135M", 2048), ("135M", 16384), ("0.6B", 4096), ("1B", 16384), ("8B", 4096)):
