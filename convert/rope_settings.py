@@ -50,7 +50,7 @@ def rope_parameters(
     settings["rope_theta"] = first_value(settings.get("rope_theta"), top_level_theta, theta)
     part = "partial_rotary_factor"
     resolved = {part: first_value(settings.get(part), config.get(part))}
-    if settings["rope_type"] in ("llama3", "yarn", "longrope"):
+    if settings["rope_type"] in ("llama3", "yarn", "deepseek_yarn", "longrope"):
         name = "original_max_position_embeddings"
         resolved[name] = first_value(config.get(name) if layer_type is None else None, settings.get(name))
     return {**settings, **{name: value for name, value in resolved.items() if value is not None}}

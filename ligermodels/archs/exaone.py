@@ -1,4 +1,6 @@
-"""EXAONE 4: norms only after the sublayers and over the heads of queries and keys; NoPE in full-attention layers.
+"""EXAONE 3 and 3.5: the layers of Llama.
+
+EXAONE 4: norms only after the sublayers and over the heads of queries and keys; NoPE in full-attention layers.
 
 K-EXAONE: the same attention, norms before the sublayers, and mixtures of experts in all layers except the first few."""
 
@@ -9,9 +11,45 @@ from typing import Any
 
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 from ligermodels.archs.experts import grouped_router, published_layouts, shared_and_routed
-from ligermodels.archs.fields import DENSE, SPARSE
+from ligermodels.archs.fields import DENSE, SPARSE, name_of
+from ligermodels.archs.llama import llama_decoder
 from ligermodels.layers import NormConfig, QKNormConfig
 
+EXAONE = {
+    "vocab_size": 102400,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "pad_token_id": 0,
+}
+EXAONE_FIELDS = {
+    "num_layers": "num_hidden_layers",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "activation_function": "hidden_act",
+}
+"""Field of published EXAONE 3 configs -> Llama's name, which transformers 5 writes."""
+EXAONE_THETA = 500_000.0
+EXAONE_LAYOUT = {
+    "prefix": "transformer",
+    "names": {
+        **{f"attention.{part}": f"attn.attention.{part}_proj" for part in "qkv"},
+        "attention.o": "attn.attention.out_proj",
+        "mlp.gate": "mlp.c_fc_0",
+        "mlp.up": "mlp.c_fc_1",
+        "mlp.down": "mlp.c_proj",
+        "norm.mixer_norm": "ln_1",
+        "norm.mlp_norm": "ln_2",
+        "decoder.embed": "wte",
+        "decoder.layers": "h",
+        "decoder.norm": "ln_f",
+    },
+}
+"""Names of published EXAONE 3 checkpoints."""
 DEFAULTS = {
     "vocab_size": 102400,
     "hidden_size": 4096,
@@ -42,6 +80,15 @@ EXAONE_MOE = {
 }
 NAMES = {"experts.shared": "mlp.shared_experts.{part}_proj"}
 PUBLISHED = {**NAMES, "experts.selection_bias": "mlp.e_score_correction_bias"}
+
+
+def exaone(config: Config) -> DecoderConfig:
+    """The composed config of an `ExaoneConfig` dict."""
+    layers, eps, activation = (name_of(config, name, published) for published, name in EXAONE_FIELDS.items())
+    fields = Fields(config, EXAONE)
+    fields.ignore(*EXAONE_FIELDS)
+    fields = fields.replaced(num_hidden_layers=fields.size(layers), rms_norm_eps=fields.number(eps, negative=False))
+    return llama_decoder(fields, activation=activation, default_theta=EXAONE_THETA)
 
 
 def exaone4(config: Config) -> DecoderConfig:
@@ -78,6 +125,15 @@ def _attention(fields: Fields) -> Callable[[int, Any], dict[str, Any]]:
 
 
 FAMILIES = (
+    Family(
+        "exaone",
+        exaone,
+        [EXAONE_LAYOUT, {}],
+        EXAONE_THETA,
+        attribute_map=EXAONE_FIELDS,
+        architecture="LlamaForCausalLM",
+        module_layout={},
+    ),
     Family("exaone4", exaone4),
     Family(
         "exaone_moe",

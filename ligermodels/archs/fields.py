@@ -23,7 +23,7 @@ DENSE, SPARSE = "dense", "sparse"
 
 MOST = {"num_hidden_layers": 1024, "num_local_experts": 4096, "num_experts": 4096, "head_dim": 65536}
 MOST |= {"num_attention_heads": 65536, "qk_rope_head_dim": 65536}
-MOST |= dict.fromkeys(("n_routed_experts", "num_nextn_predict_layers", "num_mtp_layers"), 4096)
+MOST |= {"num_layers": 1024, **dict.fromkeys(("n_routed_experts", "num_nextn_predict_layers", "num_mtp_layers"), 4096)}
 """Field -> largest value, far above real models. These sizes determine how many objects are built before any weight is
 read, so a bad value would take all memory."""
 MOST_EXPERTS = 2**17
@@ -42,10 +42,12 @@ def renamed(config: Mapping[str, Any], name: str, other: str) -> Mapping[str, An
     return rest if alias is None else {**rest, name: alias}
 
 
-def name_of(config: Mapping[str, Any], name: str, other: str) -> str:
-    """The name of a field in `config`: `name`, or its other name `other`. ConfigError if both exist and contradict."""
-    renamed(config, name, other)
-    return other if config.get(name) is None and config.get(other) is not None else name
+def name_of(config: Mapping[str, Any], name: str, *others: str) -> str:
+    """The name of a field in `config`: `name`, or one of its other names. ConfigError if two exist and contradict."""
+    for other in others:
+        renamed(config, name, other)
+        name = other if config.get(name) is None and config.get(other) is not None else name
+    return name
 
 
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings")

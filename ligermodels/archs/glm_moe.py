@@ -38,18 +38,42 @@ NAMES = {"experts.shared": "mlp.shared_experts.{part}_proj"}
 def glm4_moe(config: Config) -> DecoderConfig:
     """The composed config of a `Glm4MoeConfig` dict; without its MTP layers."""
     experts, mtp = (name_of(config, name, other) for name, other in ATTRIBUTE_MAP.items())
-    fields = Fields(config, GLM4_MOE)
+    return glm_decoder(Fields(config, GLM4_MOE), experts=experts, mtp=mtp)
+
+
+def glm_decoder(
+    fields: Fields,
+    *,
+    experts: str,
+    mtp: str,
+    shared: str = "n_shared_experts",
+    bias: str = "attention_bias",
+    default_theta: float = 10_000.0,
+) -> DecoderConfig:
+    """The decoder of GLM-4.5 and of families with the same layers.
+
+    Args:
+        fields: the config, with the family's defaults.
+        experts: name of the field with the number of routed experts.
+        mtp: name of the field with the number of MTP layers.
+        shared: name of the field with the number of shared experts.
+        bias: name of the field that gives q, k and v biases.
+        default_theta: rotary base of a config that names none.
+
+    Raises:
+        ConfigError: a field is missing, bad or not implemented; the message names it.
+    """
     fields.ignore("output_router_logits", *ATTRIBUTE_MAP.values())  # no loss uses router logits
-    if config.get("head_dim") is None:  # rounded down, as in transformers
+    if fields.config.get("head_dim") is None:  # rounded down, as in transformers
         fields = fields.replaced(head_dim=fields.size("hidden_size") // fields.size("num_attention_heads"))
-    bias = fields.flag("attention_bias", False)
     norm = QKNormConfig(NormConfig(fields.number("rms_norm_eps", negative=False)))
-    own = {"bias": bias, "qk_norm": norm if fields.flag("use_qk_norm", False) else None}
+    own = {"bias": fields.flag(bias, False), "qk_norm": norm if fields.flag("use_qk_norm", False) else None}
     router, dense = grouped_router(fields, experts), fields.size("first_k_dense_replace", zero=True)
     return decoder(
         fields,
         attention=lambda layer, common: own,
-        mlp=shared_and_routed(fields, router, lambda layer: layer < dense),
+        mlp=shared_and_routed(fields, router, lambda layer: layer < dense, shared),
+        default_theta=default_theta,
         partial_rotary=True,
         num_mtp_layers=fields.size(mtp, zero=True),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 from ligermodels.archs.fields import name_of
 from ligermodels.errors import ConfigError
@@ -45,14 +47,29 @@ IQUESTCODER = {
 
 def decoder_config(config: Config) -> DecoderConfig:
     """The composed config of a `LlamaConfig` dict."""
-    return _llama(Fields(config, DEFAULTS))
+    return llama_decoder(Fields(config, DEFAULTS))
 
 
-def _llama(fields: Fields, attention_bias: str = "attention_bias", mlp_bias: str = "mlp_bias") -> DecoderConfig:
-    """Llama's decoder; `attention_bias` and `mlp_bias` are the names of these fields."""
+def llama_decoder(
+    fields: Fields, attention_bias: str = "attention_bias", mlp_bias: str = "mlp_bias", **more: Any
+) -> DecoderConfig:
+    """The decoder of Llama and of families with the same layers.
+
+    Args:
+        fields: the config, with the family's defaults.
+        attention_bias: name of the field that gives the projections of attention biases.
+        mlp_bias: name of the field that gives the projections of feed-forward layers biases.
+        more: further arguments of `compose.decoder`.
+
+    Raises:
+        ConfigError: a field is missing, bad or not implemented; the message names it.
+    """
     bias = fields.flag(attention_bias, False)
     return decoder(
-        fields, attention=lambda layer, common: {"bias": bias, "o_bias": bias}, mlp_bias=fields.flag(mlp_bias, False)
+        fields,
+        attention=lambda layer, common: {"bias": bias, "o_bias": bias},
+        mlp_bias=fields.flag(mlp_bias, False),
+        **more,
     )
 
 
@@ -66,12 +83,12 @@ def internlm3(config: Config) -> DecoderConfig:
             f"{fields.where}: {bias} and {mlp_bias} must be equal: readers disagree about the bias of the output "
             "projection"
         )
-    return _llama(fields, bias, mlp_bias)
+    return llama_decoder(fields, bias, mlp_bias)
 
 
 def iquestcoder(config: Config) -> DecoderConfig:
     """The composed config of an `IQuestCoderConfig` dict."""
-    return _llama(Fields(config, IQUESTCODER))
+    return llama_decoder(Fields(config, IQUESTCODER))
 
 
 FAMILIES = (

@@ -143,5 +143,8 @@ READERS: dict[str, Callable[[Fields, RopeConfig, int], RopeConfig]] = {
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "deepseek_yarn": _yarn,
     "longrope": _longrope,
 }
+"""Rope type -> its reader. Sarvam's configs call YaRN `deepseek_yarn`. Exports keep the name: servers read it to scale
+the softmax of these models."""

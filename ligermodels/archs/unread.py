@@ -72,7 +72,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         linear_attn_config linear_head_dim linear_num_heads mla_use_nope use_grouped_topk
         layer_group_size short_conv_kernel_size kda_safe_gate kda_lower_bound expert_swiglu_limit_list
         share_expert_swiglu_limit_list no_kda_lora use_kda_lora gated_attention_proj_granularity_type
-        linear_attention linear_silu group_norm_size score_function
+        linear_attention linear_silu group_norm_size score_function num_layers q_head_dim
         use_cla use_mla num_shared_expert attention_head_dim use_mixed_mlp_moe group_limited_greedy
         moe_layer_num_skipped position_embedding_xdrope
         expert_selection_fn shared_expert_combination_strategy prefix_dense_sliding_window_pattern
@@ -134,7 +134,7 @@ NULL_IS_FALSE = {"is_causal"}
 
 DROPOUT = _names("""
     attention_dropout resid_pdrop embd_pdrop attn_pdrop resid_dropout attn_dropout hidden_dropout residual_dropout
-    hidden_dropout_prob attention_probs_dropout_prob ffn_dropout
+    hidden_dropout_prob attention_probs_dropout_prob ffn_dropout embed_dropout embedding_dropout output_dropout
     """)
 """Probabilities of dropout: fields that change the computation in training only."""
 

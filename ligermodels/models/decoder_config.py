@@ -69,22 +69,23 @@ class DecoderConfig:
         """Where the tensors of a `CausalLM` of this config are in a checkpoint of Hugging Face's usual layout.
 
         Args:
-            prefix: prefix of the names `layers`, `embed_tokens` and `norm`; "" for none, as in checkpoints of a base
-                model.
+            prefix: prefix of the names `layers`, `embed_tokens` and `norm`, or those in `names`; "" for none, as in
+                checkpoints of a base model.
             head: name of the language-model head.
             names: the family's names of parts of a layer, where they differ from `NAMES` of the layers' configs; and
-                the names of the embedding and the final norm, "decoder.embed" and "decoder.norm".
+                the names of the embedding, the list of layers and the final norm, "decoder.embed", "decoder.layers" and
+                "decoder.norm".
             ignored: patterns of tensors of the checkpoint to skip.
         """
         at = f"{prefix}." if prefix else ""
         embedding = f"{at}{(names or {}).get('decoder.embed', 'embed_tokens')}.weight"
         entries: list[WeightMapping] = [rename("decoder.embed.weight", embedding)]
         unused: list[str] = []
-        norm = (names or {}).get("decoder.norm", "norm")
+        layers, norm = ((names or {}).get(f"decoder.{part}", part) for part in ("layers", "norm"))
         if self.per_layer_inputs is not None:
             entries += self.per_layer_inputs.weight_mappings("decoder.per_layer_inputs.", at)
         for layer, block in enumerate(self.blocks):
-            here, there = f"decoder.blocks.{layer}", f"{at}layers.{layer}"
+            here, there = f"decoder.blocks.{layer}", f"{at}{layers}.{layer}"
             entries += block.weight_mappings(self.hidden_size, here, there, names or {})
             unused += block.unused(there, names or {})
         for kind in ("weight", "bias") if self.norm.bias else ("weight",):
@@ -95,5 +96,5 @@ class DecoderConfig:
             entries.append(rename("head.bias", f"{head.removesuffix('.weight')}.bias"))
         aliases = {head: embedding} if self.head.tied else {}
         first = len(self.blocks)
-        mtp = [rf"^{re.escape(at)}layers\.{layer}\." for layer in range(first, first + self.num_mtp_layers)]
+        mtp = [rf"^{re.escape(f'{at}{layers}.{layer}.')}" for layer in range(first, first + self.num_mtp_layers)]
         return WeightMap(entries, ignored=[r"rotary_emb\.inv_freq$", *mtp, *unused, *ignored], aliases=aliases)

@@ -52,7 +52,8 @@ def quiet(recwarn: pytest.WarningsRecorder) -> Iterator[None]:
 
 
 def layers_of(config: Config) -> int:
-    return int(list(nested_configs(config).values())[-1]["num_hidden_layers"])
+    text = list(nested_configs(config).values())[-1]
+    return int(text.get("num_hidden_layers") or text["num_layers"])
 
 
 def names_one(refusal: LigerModelsError, fields: Iterable[str]) -> bool:

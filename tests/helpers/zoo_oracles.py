@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +115,13 @@ def renamed(name: str) -> str:
     """The name that transformers has for a tensor of a published checkpoint; only those of Hy3, Granite 4,
     Nemotron-H and OLMo Hybrid differ from the oracle's."""
     parts = {".mlp.router.gate.": ".mlp.gate.", ".mlp.shared_mlp.": ".mlp.shared_experts."}
+    parts |= {"transformer.h.": "model.layers.", "transformer.wte.": "model.embed_tokens."}
+    parts |= {"transformer.ln_f.": "model.norm.", ".ln_1.": ".input_layernorm.", ".ln_2.": ".post_attention_layernorm."}
+    parts |= {
+        f".mlp.c_{part}.": f".mlp.{own}_proj." for part, own in (("fc_0", "gate"), ("fc_1", "up"), ("proj", "down"))
+    }
+    parts |= {".attn.attention.out_proj.": ".self_attn.o_proj.", ".attn.attention.": ".self_attn."}
+    parts |= {f".attention.{part}_layernorm.": f".self_attn.{part[0]}_norm." for part in ("query", "key")}
     parts[".block_sparse_moe.input_linear.weight"] = ".block_sparse_moe.experts.gate_up_proj"
     parts[".block_sparse_moe.output_linear.weight"] = ".block_sparse_moe.experts.down_proj"
     parts[".block_sparse_moe.router.layer."] = ".block_sparse_moe.router."
@@ -157,6 +165,10 @@ def stored_as(
             continue
         layer, _, part = name.partition(".mlp.")
         at = name.rpartition(".")[0]
+        if (fused := re.sub(r"\.[qkv]_proj\.", ".query_key_value.", name)) in found:
+            parts = [fused.replace("query_key_value", f"{part}_proj") for part in "qkv"]
+            found |= zip(parts, found.pop(fused).split([len(own[part]) for part in parts]), strict=True)
+            continue
         if f"{layer.removesuffix('.conv1d.weight')}.q_conv1d.weight" in tensors:
             thirds = [tensors[name.replace(".conv1d.", f".{third}_conv1d.")] for third in "qkv"]
             found[name] = torch.cat(thirds)

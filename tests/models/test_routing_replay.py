@@ -35,7 +35,7 @@ FAMILIES = [
     "gemma4_text-experts",
     *("exaone_moe", "solar_open", "hy_v3", "afmoe", "hunyuan_v1_moe", "ernie4_5_moe", "lfm2_moe"),
     *("granitemoehybrid", "cohere2_moe", "laguna", "nemotron_h"),
-    *("mimo_v2_flash", "llama4_text-two-experts-and-no-norms"),
+    *("mimo_v2_flash", "llama4_text-two-experts-and-no-norms", "sarvam_mla", "sarvam_moe"),
 ]
 """Every family with experts, a test checks; of the configurations those whose routers differ."""
 
