@@ -14,6 +14,7 @@ import transformers
 import zoo_classes  # noqa: F401 - registers classes of its own
 from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -55,6 +56,9 @@ def make_checkpoint(folder: Path, config: dict[str, Any], *, dtype: torch.dtype 
         fields["partial_rotary_factor"] = fields["rotary_dim"] / fields["head_dim"]
     oracle_config = AutoConfig.for_model(**fields)
     torch.manual_seed(sum(map(ord, json.dumps(config))) % 1000)
+    if config["model_type"] == "llama4" and not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
+        # transformers 5.24 reads it of the output of the language model, with or without images.
+        MoeCausalLMOutputWithPast.image_outputs = None  # type: ignore[attr-defined]
     make = auto_class(oracle_config).from_config
     oracle = plain(make(oracle_config, attn_implementation="eager", dtype=torch.float32))
     randomize(oracle)
