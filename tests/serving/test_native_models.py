@@ -9,22 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 from engine_process import PYTHON, EngineProcess, needs_vllm
-from native_checkpoints import HYBRID, PROMPTS, assert_equal, has_states, native, ours, random_checkpoint, servable
-from zoo import EACH_FAMILY
+from native_checkpoints import (
+    HYBRID,
+    INSIDE_VLLM,
+    PROMPTS,
+    assert_equal,
+    has_states,
+    native,
+    ours,
+    random_checkpoint,
+    servable,
+)
 
 import ligermodels as lm
 
 pytestmark = needs_vllm
 
-UNKNOWN = {"internlm3", "iquestcoder", "lfm3", "bailing_hybrid"}
-"""vLLM reads config.json by transformers, which does not have these types."""
-OPTIONS = {"gemma4_text-keys-as-values", "gemma4_text-per-layer-inputs", "gemma4_text-experts", "mistral4-groups"}
-OPTIONS |= {"phi3-short", "ministral3-window", "glm4_moe-qk-norm", "deepseek_v3-without-experts"}
-OPTIONS |= {"falcon_h1-norms-and-biases", "nemotron_h-latent-experts-and-biases", "lfm2-biases"}
-NAMES = sorted({*EACH_FAMILY, *OPTIONS} - UNKNOWN) if PYTHON else []
 
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", INSIDE_VLLM if PYTHON else [])
 def test_tokens_and_log_probs(name: str, engines: EngineProcess, tmp_path: Path) -> None:
     """Four requests at once, with prefills in parts of 32 tokens."""
     wanted = ours(random_checkpoint(tmp_path, servable(name)))
