@@ -22,6 +22,8 @@ class EngineProcess:
     def serve(self, model: Path, **arguments: Any) -> list[dict[str, Any]]:
         """The answer of a new engine for each of its steps; see `answers` of serve.py for the arguments."""
         answer, log = self._ask(model, arguments)
+        if isinstance(answer, dict) and "expect weight to be bfloat16, float16" in answer["error"]:
+            pytest.skip("vLLM's experts on CPUs with AMX take no float32")
         assert isinstance(answer, list), f"{answer['error']}\n{log[-3000:]}"
         return answer
 

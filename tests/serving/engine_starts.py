@@ -5,10 +5,10 @@ also collects garbage several times, through a million objects of imported modul
 start in vLLM's own way.
 """
 
-import functools
 import gc
 import multiprocessing
 
+import vllm.model_executor.models.registry
 import vllm.v1.engine.core
 import vllm.v1.engine.utils
 import vllm.v1.executor.multiproc_executor
@@ -35,8 +35,10 @@ def quicken_starts() -> None:
     forks.set_forkserver_preload(PRELOADED)
     for module in (vllm.v1.engine.utils, vllm.v1.executor.multiproc_executor):
         module.get_mp_context = lambda: forks
+    CpuPlatform.register_triton_kernel_overrides()  # searches all modules for kernels
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(lambda: None)
+    # Properties of a model class are found in a process that imports vLLM again.
+    vllm.model_executor.models.registry._run_in_subprocess = lambda function: function()
     gc.collect()
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None  # vLLM thaws the modules when an engine ends
-    register = functools.cache(CpuPlatform.register_triton_kernel_overrides)  # searches all modules for kernels
-    CpuPlatform.register_triton_kernel_overrides = staticmethod(register)

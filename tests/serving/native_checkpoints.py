@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from zoo import CONFIGS
+from zoo import CONFIGS, EACH_FAMILY
 
 import ligermodels as lm
 from ligermodels.integrations.vllm import ARCHITECTURE, HYBRID_ARCHITECTURE
@@ -20,6 +20,21 @@ WIDE_VALUES = {"deepseek_v3-without-experts": {"v_head_dim": 2 * HEAD_DIM}}
 FACTORS = {"short_factor": [1 + 0.03 * i for i in range(16)], "long_factor": [1.5 + 0.4 * i for i in range(16)]}
 HYBRID = {"hf_overrides": {"architectures": [HYBRID_ARCHITECTURE]}, "enable_prefix_caching": False}
 CACHING: dict[str, Any] = {"enable_prefix_caching": True}
+
+UNKNOWN = {"internlm3", "iquestcoder", "lfm3", "bailing_hybrid", "exaone", "sarvam_mla", "sarvam_moe", "lara_mini"}
+"""vLLM reads config.json by transformers, which does not have these types."""
+OPTIONS = {"gemma4_text-keys-as-values", "gemma4_text-per-layer-inputs", "gemma4_text-experts", "mistral4-groups"}
+OPTIONS |= {"phi3-short", "ministral3-window", "glm4_moe-qk-norm", "deepseek_v3-without-experts"}
+OPTIONS |= {"falcon_h1-norms-and-biases", "nemotron_h-latent-experts-and-biases", "lfm2-biases"}
+INSIDE_VLLM = sorted({*EACH_FAMILY, *OPTIONS} - UNKNOWN)
+"""Configs that native models inside vLLM are tested with."""
+BY_VLLM = [
+    "arcee", "ernie4_5", "exaone4", "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma4_text",
+    "gemma4_unified_text", "glm4", "glm4_moe", "granite", "granite_swa", "granitemoehybrid", "hunyuan_v1_dense",
+    "hunyuan_v1_moe", "llama-2", "mellum", "ministral", "mistral-window", "mixtral", "olmo2", "olmo3", "phi3", "qwen2",
+    "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "vaultgemma",
+]  # fmt: skip
+"""Configs with which vLLM's own classes are tested. docs/serving.md lists the others with the reasons."""
 
 
 def servable(name: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from vllm.lora.request import LoRARequest
 
 import ligermodels as lm
 from ligermodels.integrations.vllm import update_weights
+from ligermodels.ops import set_batch_invariant
 
 quicken_starts()
 
@@ -43,6 +44,7 @@ def answers(
     apart: bool = False,
     environment: dict[str, str] | None = None,
     adapter: str | None = None,
+    batch_invariant: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """What a new engine generates.
 
@@ -51,31 +53,37 @@ def answers(
         prompts: lists of token ids.
         max_tokens: number of tokens after each prompt.
         options: arguments of `LLM` beside DEFAULTS.
-        steps: for each answer null, or how to take other weights first and their folder. Default: [null].
+        steps: for each answer null; "alone", for one prompt after another; or how to take other weights first and their
+            folder. Default: [null].
         apart: whether the engine runs in another process.
         environment: variables of the environment for this engine.
         adapter: folder of a LoRA adapter for all prompts.
+        batch_invariant: whether ops have `set_batch_invariant`, in this process.
     """
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(apart)), **(environment or {})}
     before = {name: os.environ.get(name, "") for name in variables}
     os.environ.update(variables)
     try:
-        engine = LLM(model, **{**DEFAULTS, **options})
-        lora = None if adapter is None else LoRARequest("adapter", 1, adapter)
-        for step in steps or [None]:
-            if step is not None:
-                take_weights(engine, *step)
-            yield {**generated(engine, prompts, max_tokens, lora), "resources": resources()}
+        with set_batch_invariant(batch_invariant):
+            engine = LLM(model, **{**DEFAULTS, **options})
+            lora = None if adapter is None else LoRARequest("adapter", 1, adapter)
+            for step in steps or [None]:
+                if isinstance(step, list):
+                    take_weights(engine, *step)
+                batches = [[prompt] for prompt in prompts] if step == "alone" else [prompts]
+                yield {**generated(engine, batches, max_tokens, lora), "resources": resources()}
     finally:
         os.environ.update(before)
 
 
-def generated(engine: LLM, prompts: list[list[int]], max_tokens: int, lora: LoRARequest | None) -> dict[str, Any]:
+def generated(engine: LLM, batches: list[list[list[int]]], max_tokens: int, lora: LoRARequest | None) -> dict[str, Any]:
     """Tokens of each prompt, their log-probabilities, the number of tokens from the prefix cache, and the numbers of
     steps with drafts and of accepted tokens."""
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=0)
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = engine.generate(inputs, sampling, use_tqdm=False, lora_request=lora)
+    outputs = []
+    for prompts in batches:
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs += engine.generate(inputs, sampling, use_tqdm=False, lora_request=lora)
     completions = [output.outputs[0] for output in outputs]
     tokens = [list(completion.token_ids) for completion in completions]
     each = [zip(completion.token_ids, completion.logprobs, strict=True) for completion in completions]

@@ -50,6 +50,19 @@ def test_updates(name: str, options: dict[str, Any], apart: bool, engines: Engin
     assert used[0] == used[1] == used[2] and used[0][1] == 0
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_batch_invariant(name: str, engines: EngineProcess, tmp_path: Path) -> None:
+    """With `set_batch_invariant` log-probabilities of requests have equal bits alone and in a batch of four, whose
+    chunks of prefills end elsewhere. Without it they do not."""
+    wanted = ours(random_checkpoint(tmp_path, servable(name)))
+    asked = native({"enable_prefix_caching": False}, steps=[None, "alone"])
+    together, alone = engines.serve(tmp_path, **asked, batch_invariant=True)
+    assert_equal(together, wanted)
+    assert together["log_probs"] == alone["log_probs"]
+    together, alone = engines.serve(tmp_path, **asked)
+    assert together["log_probs"] != alone["log_probs"]
+
+
 EVEN: dict[str, dict[str, Any]] = {"gemma2": {"num_key_value_heads": 2}}
 DIVIDED = ["gemma2", "gpt_oss", "deepseek_v3", "qwen3_next"]
 """Windows, softcaps and a tied head; experts and sinks; latent attention; recurrent mixers. Each engine takes long to

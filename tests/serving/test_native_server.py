@@ -15,18 +15,19 @@ from pathlib import Path
 import pytest
 import tokenizers
 from engine_process import PYTHON, needs_vllm
+from hub_server import serving
 from native_checkpoints import NEW, PROMPTS, ours, random_checkpoint, servable
 
 pytestmark = needs_vllm
 
 
-@pytest.mark.parametrize(("name", "start"), [
-    ("qwen3", r"python -m vllm\.entrypoints\.openai\.api_server --model MODEL "),
-    ("olmo_hybrid", r"vllm serve MODEL (?=.*\n.*Hybrid)"),
+@pytest.mark.parametrize(("name", "start", "model"), [
+    ("qwen3", r"python -m vllm\.entrypoints\.openai\.api_server --model MODEL ", "owner/of-hub"),
+    ("olmo_hybrid", r"vllm serve MODEL (?=.*\n.*Hybrid)", "MODEL"),
 ])  # fmt: skip
-def test_the_command_of_the_page(name: str, start: str, tmp_path: Path) -> None:
+def test_the_command_of_the_page(name: str, start: str, model: str, tmp_path: Path) -> None:
     """The server of docs/serving.md, in several processes that load the class as a plugin, answers concurrent requests;
-    the second time from its prefix cache if it has one."""
+    the second time from its prefix cache if it has one. The model is a hub id or a folder."""
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     (options,) = re.findall(rf"^{start}(.*\n.*)$", page, re.MULTILINE)
     with socket.socket() as free:
@@ -37,7 +38,7 @@ def test_the_command_of_the_page(name: str, start: str, tmp_path: Path) -> None:
     arguments = [
         "vllm.entrypoints.openai.api_server",
         "--model",
-        "MODEL",
+        model,
         *shlex.split(options.replace("\\\n", " ")),
         "--dtype",
         "float32",
@@ -47,8 +48,11 @@ def test_the_command_of_the_page(name: str, start: str, tmp_path: Path) -> None:
         str(port),
     ]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with (tmp_path / "log").open("w") as log, subprocess.Popen(
-        [str(PYTHON), "-m", *arguments], cwd=tmp_path, env=environment, stdout=log, stderr=log
+    files = {path.name: path.read_bytes() for path in (tmp_path / "MODEL").iterdir()}
+    with serving({"owner/of-hub": files}) as hub, (tmp_path / "log").open("w") as log, subprocess.Popen(
+        [str(PYTHON), "-m", *arguments],
+        cwd=tmp_path, stdout=log, stderr=log,
+        env={**environment, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"},
     ) as server:  # fmt: skip
         try:
             wait_for(f"http://127.0.0.1:{port}/health", server, tmp_path / "log")
@@ -57,6 +61,7 @@ def test_the_command_of_the_page(name: str, start: str, tmp_path: Path) -> None:
                     assert list(threads.map(partial(completion, port), PROMPTS)) == wanted["tokens"]
         finally:
             server.terminate()
+    assert (f"{model}/model.safetensors" in hub.served) == (model in hub.repos)
 
 
 def completion(port: int, prompt: list[int]) -> list[int]:
