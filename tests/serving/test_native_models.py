@@ -23,7 +23,7 @@ from zoo import EACH_FAMILY
 
 pytestmark = needs_vllm
 
-UNKNOWN = {"internlm3", "iquestcoder", "lfm3", "bailing_hybrid"}
+UNKNOWN = {"internlm3", "iquestcoder", "lfm3", "bailing_hybrid", "lara_mini"}
 """vLLM reads config.json by transformers, which does not have these types."""
 OPTIONS = {"gemma4_text-keys-as-values", "gemma4_text-per-layer-inputs", "gemma4_text-experts", "mistral4-groups"}
 OPTIONS |= {"phi3-short", "ministral3-window", "glm4_moe-qk-norm", "deepseek_v3-without-experts"}
