@@ -87,6 +87,24 @@ def qwen3_next(config: Config) -> DecoderConfig:
     return _hybrid(fields)
 
 
+def gated_delta_net(fields: Fields, norm_eps: float) -> GatedDeltaNetConfig:
+    """The Gated DeltaNet of the fields `linear_*`; `norm_eps` is the epsilon of its output's norm. ConfigError, naming
+    the field, if one is missing or bad."""
+    key_heads, value_heads = fields.size("linear_num_key_heads"), fields.size("linear_num_value_heads")
+    if value_heads % key_heads:
+        raise ConfigError(
+            f"{fields.where}: linear_num_key_heads {key_heads} does not divide linear_num_value_heads {value_heads}"
+        )
+    return GatedDeltaNetConfig(
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
+        key_head_dim=fields.size("linear_key_head_dim"),
+        value_head_dim=fields.size("linear_value_head_dim"),
+        conv_width=fields.size("linear_conv_kernel_dim"),
+        norm_eps=norm_eps,
+    )
+
+
 def _hybrid(fields: Fields, **more: Any) -> DecoderConfig:
     """The decoder of both families; `more` are further arguments of `compose.decoder`."""
     fields.choices("attn_output_gate", True, default=True)
@@ -96,19 +114,7 @@ def _hybrid(fields: Fields, **more: Any) -> DecoderConfig:
     interval = fields.size("full_attention_interval")
     kinds = fields.kinds("layer_types", (LINEAR, FULL), lambda layer: LINEAR if (layer + 1) % interval else FULL)
     norm = NormConfig(fields.number("rms_norm_eps", negative=False), offset=1.0, casting_mode="gemma")
-    key_heads, value_heads = fields.size("linear_num_key_heads"), fields.size("linear_num_value_heads")
-    if value_heads % key_heads:
-        raise ConfigError(
-            f"{fields.where}: linear_num_key_heads {key_heads} does not divide linear_num_value_heads {value_heads}"
-        )
-    delta = GatedDeltaNetConfig(
-        num_key_heads=key_heads,
-        num_value_heads=value_heads,
-        key_head_dim=fields.size("linear_key_head_dim"),
-        value_head_dim=fields.size("linear_value_head_dim"),
-        conv_width=fields.size("linear_conv_kernel_dim"),
-        norm_eps=norm.eps,
-    )
+    delta = gated_delta_net(fields, norm.eps)
     bias = fields.flag("attention_bias", False)
     attention = {"bias": bias, "o_bias": bias, "qk_norm": QKNormConfig(norm), "output_gate": True}
 

@@ -23,6 +23,7 @@ from ligermodels.archs import (
     hunyuan,
     kimi_linear,
     laguna,
+    lara,
     lfm2,
     lfm3,
     llama,
@@ -54,7 +55,7 @@ MODULES = (
     llama, mistral, mixtral, gemma, gemma4, qwen, qwen_moe, qwen_vl, qwen_omni, qwen3_5, phi, olmo, granite, smollm,
     glm, glm_moe, minimax, ernie, exaone, seed_oss, arcee, mellum, gpt_oss, deepseek, glm_moe_lite,
     mistral4, mistral3, muse, cohere, apertus, afmoe, solar, hunyuan, lfm2, bamba, nemotron, falcon_h1, lfm3, laguna,
-    mimo, llama4, kimi_linear, bailing, sarvam,
+    mimo, llama4, kimi_linear, bailing, sarvam, lara,
 )  # fmt: skip
 
 for _module in MODULES:

@@ -1,9 +1,9 @@
-"""Gated DeltaNet (Yang et al., 2024, https://arxiv.org/abs/2412.06464), as in Qwen3-Next, Qwen3.5 and OLMo
-Hybrid."""
+"""Gated DeltaNet (Yang et al., 2024, https://arxiv.org/abs/2412.06464), as in Qwen3-Next, Qwen3.5, OLMo
+Hybrid and Lara."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -116,9 +116,10 @@ class GatedDeltaNetConfig(LayerConfig):
         self, hidden_size: int, native: str, checkpoint: str, names: Mapping[str, str]
     ) -> list[WeightMapping]:
         """Mappings of the layer's tensors. The input projection is stored in four tensors (qkv, z, b, a); in six if
-        `names` has "delta.q", "delta.k" and "delta.v"; or in two if it has "delta.qkvz" and "delta.ba": these have the
-        rows of each key head together. The convolution is stored in one tensor, or in three, whose name has {part} for
-        q, k and v: "delta.conv_parts", or, of equal sizes as by torch.chunk, "delta.conv_chunks".
+        `names` has "delta.q", "delta.k" and "delta.v"; in one, with the native rows, if it has "delta.in"; or in two if
+        it has "delta.qkvz" and "delta.ba": these have the rows of each key head together. The convolution is stored in
+        one tensor, or in three, whose name has {part} for q, k and v: "delta.conv_parts", or, of equal sizes as by
+        torch.chunk, "delta.conv_chunks".
 
         Args:
             hidden_size: channels of the hidden states.
@@ -127,7 +128,10 @@ class GatedDeltaNetConfig(LayerConfig):
             names: part -> name in this family.
         """
         sources = {part: f"{checkpoint}.{name}" for part, name in {**self.NAMES, **names}.items()}
-        parts = self._packed_rows() if "delta.qkvz" in names else self._rows("delta.q" in sources)
+        if "delta.in" in names:
+            parts: Iterable[tuple[str, int, int, int]] = [("in", 0, 0, sum(self.projected.values()))]
+        else:
+            parts = self._packed_rows() if "delta.qkvz" in names else self._rows("delta.q" in sources)
         pieces = ((f"{sources[f'delta.{part}']}.weight", first, at, count) for part, first, at, count in parts)
         return [
             rows(f"{native}.in_proj.weight", pieces),

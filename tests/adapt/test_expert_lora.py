@@ -35,7 +35,7 @@ MIXTURES = sorted(
 OF_EACH_FORM = [name for name in MIXTURES if name in {*EACH_FAMILY, *OF_EACH_KIND}]
 """Names in files go by families, tensors by the kinds of layers."""
 FORMATS = ("target_parameters", "per_expert", "shared_outer")
-WITHOUT_LAYERS = ("gpt_oss", "gemma4", "granitemoehybrid", "llama4")
+WITHOUT_LAYERS = ("gpt_oss", "gemma4", "granitemoehybrid", "llama4", "lara_mini")
 """Families without checkpoints with a tensor for each expert."""
 
 

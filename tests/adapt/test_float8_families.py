@@ -8,6 +8,7 @@ import torch
 from float8_models import (
     FAMILIES,
     LLAMA,
+    MODELS,
     SIZES,
     agreement,
     build,
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ligermodels.errors.Float8Warnin
 def compare(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
     for key, gradient in found.items():
-        if not wanted[key].any():
+        if not wanted[key].any() or gradient.numel() == 1:  # one number is a sum in which all but rounding may cancel
             continue
         cosine, ratio = agreement(gradient, wanted[key])
         few = gradient.numel() < 64  # of gates and decays, sums in which much cancels
@@ -57,6 +58,15 @@ def test_gradients_beside_float32(name: str, gradient_dtype: torch.dtype) -> Non
         assert again.keys() == found.keys() and all(torch.equal(again[key], found[key]) for key in found), mode
 
 
+def test_families_have_every_kind_of_layer() -> None:
+    def kinds(config: dict[str, Any]) -> set[type]:
+        return {type(module) for module in lm.from_config(config, device="meta").modules()}
+
+    there = set().union(*(kinds(config) for config in (*MODELS.values(), *(config for config, _ in FAMILIES.values()))))
+    missing = {name: kinds(config) - there for name, config in CONFIGS.items()}
+    assert not any(missing.values()), f"add to FAMILIES configs with {missing}"
+
+
 @pytest.mark.parametrize("name", list(FAMILIES)[::4])
 def test_training_stays_near_that_in_float32(name: str) -> None:
     plain, found = map(losses_of_training, (family(name), lm.float8(family(name))))
@@ -79,7 +89,7 @@ def test_on_the_gpu(name: str) -> None:
     wanted, model = of(family(name, **options)), lm.float8(family(name, **options))
     found = of(model)
     for key, gradient in found.items():
-        if wanted[key].any():
+        if wanted[key].any() and gradient.numel() > 1:
             assert agreement(gradient, wanted[key])[0] > 0.83, key
     for mode in ("selective", "full"):
         model.activation_checkpointing = mode  # type: ignore[assignment]
@@ -115,7 +125,7 @@ def test_what_stays_is_said() -> None:
         warnings.simplefilter("error")
         for exclude in (["mlp"], ["mlp.gate_up", "mlp.down"]):
             assert in_place_of(lm.float8(build(mixture), exclude=exclude)) == in_place_of(model)
-        for name in ("qwen3_5_text", "gemma4, with per-layer inputs and shared keys"):
+        for name in ("qwen3_5_text", "gemma4_text-per-layer-inputs"):
             lm.float8(family(name))  # convolutions, gates of per-layer inputs
 
     class Own(nn.Module):

@@ -310,7 +310,7 @@ def in_tensor_parallel(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     """Near the numbers of one process: only near zero do scales of parts round otherwise."""
     for name, modes in {
         "deepseek_v3": ("none", "full"),
-        "arcee, ungated": ("none", "full"),
+        "arcee": ("none", "full"),
         "qwen2, with biases": ("none", "full"),
         "gemma2, with four norms": ("selective", "full"),
         "qwen3_moe": ("none", "selective", "full"),

@@ -89,11 +89,13 @@ def test_inner_size_of_falcon_h1() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("published", [True, False], ids=["published", "modules"])
-def test_other_names_of_olmo_hybrid(published: bool, tmp_path: Path) -> None:
-    """Published checkpoints keep the names of norms by kind of layer, and the sizes of q, k and v; transformers saves
-    three equal parts. The names of its modules are read too."""
-    config = CONFIGS["olmo_hybrid"]
+@pytest.mark.parametrize(
+    ("name", "published"), [("olmo_hybrid", True), ("olmo_hybrid", False), ("lara_mini", False)], ids=str
+)
+def test_other_names_of_hybrids(name: str, published: bool, tmp_path: Path) -> None:
+    """Published checkpoints of OLMo Hybrid keep the names of norms by kind of layer, and the sizes of q, k and v;
+    transformers saves three equal parts. The names of its modules are read too."""
+    config = CONFIGS[name]
     oracle = make_checkpoint(tmp_path / "model", config)
     size = config["linear_num_key_heads"] * config["linear_key_head_dim"]
     tensors: dict[str, torch.Tensor] = {}
@@ -115,6 +117,16 @@ def test_other_names_of_olmo_hybrid(published: bool, tmp_path: Path) -> None:
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == tensors.keys()
     assert all(torch.equal(written[key], tensor) for key, tensor in tensors.items())
+
+
+@torch.no_grad()
+def test_routers_of_lara_compute_logits_in_float32(tmp_path: Path) -> None:
+    oracle = make_checkpoint(tmp_path, CONFIGS["lara_mini"], dtype=torch.bfloat16)
+    router = lm.from_pretrained(tmp_path, dtype=torch.bfloat16).decoder.blocks[0].mlp.router
+    x = torch.randn(33, 60, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits, _, experts = oracle.model.layers[0].mlp.gate(x)
+    found = router(x)
+    assert torch.equal(found.experts, experts) and relative_error(found.logits, logits) < 1e-6
 
 
 @torch.no_grad()

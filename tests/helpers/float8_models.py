@@ -40,7 +40,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], set[str]]] = {
         | {"num_experts_per_tok": 6, "moe_intermediate_size": 32},
         {*LATENT_LINEARS, *DENSE, *SHARED},
     ),
-    "deepseek_v3, without a latent of queries": (
+    "deepseek_v3-without-experts": (
         {**CONFIGS["deepseek_v3-without-experts"], **LATENT, "q_lora_rank": None},
         {*QKV_LATENT, *DENSE},
     ),
@@ -49,22 +49,22 @@ FAMILIES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"mixer.in_proj", "mixer.out", *ATTENTION, *DENSE, *SHARED},
     ),
     "qwen3_5_text": ({**CONFIGS["qwen3_5_text"], **SIZES, **DELTA}, {"mixer.in_proj", "mixer.out", *ATTENTION, *DENSE}),
-    "lfm2, with biases": ({**CONFIGS["lfm2-biases"], **SIZES}, {"mixer.in_proj", "mixer.out", *ATTENTION, *DENSE}),
-    "gemma4, with per-layer inputs and shared keys": (
+    "lfm2-biases": ({**CONFIGS["lfm2-biases"], **SIZES}, {"mixer.in_proj", "mixer.out", *ATTENTION, *DENSE}),
+    "gemma4_text-per-layer-inputs": (
         {**CONFIGS["gemma4_text-per-layer-inputs"], **GEMMA4},
         {*ATTENTION, "mixer.q", *DENSE},
     ),
-    "gemma4, with experts": (
+    "gemma4_text-experts": (
         {**CONFIGS["gemma4_text-experts"], **GEMMA4, "moe_intermediate_size": 16, "top_k_experts": 5},
         {*ATTENTION, "mlp.dense.gate_up", "mlp.dense.down"},
     ),
-    "muse_glimmer, with other norms of outputs": (
+    "muse_glimmer_text": (
         {**CONFIGS["muse_glimmer_text"], **SIZES, "qk_scale_factor": 0.3, "output_multiplier": 1.0}
         | {"final_logit_softcapping": 20.0},
         {*ATTENTION, *DENSE},
     ),
-    "arcee, ungated": ({**CONFIGS["arcee"], **SIZES}, {*ATTENTION, "mlp.up", "mlp.down"}),
-    "nemotron_h, with latent experts": (
+    "arcee": ({**CONFIGS["arcee"], **SIZES}, {*ATTENTION, "mlp.up", "mlp.down"}),
+    "nemotron_h-latent-experts-and-biases": (
         {**CONFIGS["nemotron_h-latent-experts-and-biases"], **SIZES, "moe_latent_size": 32, "n_group": 1}
         | {"num_experts_per_tok": 6, "moe_intermediate_size": 32, "topk_group": 1}
         | {"moe_shared_expert_intermediate_size": 48, "mamba_num_heads": 16, "mamba_head_dim": 4}
@@ -84,9 +84,32 @@ FAMILIES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {*QKV_LATENT, "mixer.in_proj", "mixer.out", *DENSE, *SHARED},
     ),
     "mixtral": ({**CONFIGS["mixtral"], **SIZES, "num_local_experts": 6, "num_experts_per_tok": 6}, {*ATTENTION}),
-    "gpt_oss, with sinks": ({**CONFIGS["gpt_oss"], **SIZES, "num_experts_per_tok": 5}, {*ATTENTION}),
+    "gpt_oss": ({**CONFIGS["gpt_oss"], **SIZES, "num_experts_per_tok": 5}, {*ATTENTION}),
+    "falcon_h1-norms-and-biases": (
+        {**CONFIGS["falcon_h1-norms-and-biases"], **SIZES}
+        | {"mamba_d_ssm": 64, "mamba_n_heads": 16, "mamba_n_groups": 2, "mamba_d_state": 16},
+        {f"mixer.mixers.{part}" for part in ("0.in_proj", "0.out", "1.qkv", "1.o")} | {*DENSE},
+    ),
+    "hunyuan_v1_dense": ({**CONFIGS["hunyuan_v1_dense"], **SIZES}, {*ATTENTION, *DENSE}),
+    "cohere2": ({**CONFIGS["cohere2"], **SIZES, "logit_scale": 1.0}, {*ATTENTION, *DENSE}),
+    "apertus": ({**CONFIGS["apertus"], **SIZES}, {*ATTENTION, "mlp.up", "mlp.down"}),
+    "lfm3": ({**CONFIGS["lfm3"], **SIZES}, {"mixer.in_proj", "mixer.out", *ATTENTION, *DENSE}),
+    "mimo_v2_flash": (
+        {**CONFIGS["mimo_v2_flash"], **SIZES, "num_attention_heads": 8, "head_dim": 32, "v_head_dim": 16}
+        | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 32},
+        {*ATTENTION, *DENSE},
+    ),
+    "llama4_text": (
+        {**CONFIGS["llama4_text"], **SIZES, "intermediate_size": 48, "intermediate_size_mlp": 96}
+        | {"num_experts_per_tok": 5},
+        {*ATTENTION, *DENSE, *SHARED},
+    ),
+    "laguna": (
+        {**CONFIGS["laguna"], **SIZES, "num_attention_heads_per_layer": [4, 2, 2, 4], **FULL},
+        {*ATTENTION, *DENSE, *SHARED},
+    ),
 }
-"""Config, and the layers of its blocks that compute in float8."""
+"""Name in the zoo -> its config with sizes for float8, and the layers of its blocks that compute in float8."""
 
 
 def family(name: str, **options: Any) -> lm.CausalLM:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zoo_parts import BASE, EXPERTS, LATENT_BASE, LLAMA3_SCALING, YARN
+from zoo_parts import BASE, DELTA, EXPERTS, LATENT_BASE, LLAMA3_SCALING, YARN
 
 KIMI_LINEAR: dict[str, Any] = {
     **{name: value for name, value in LATENT_BASE.items() if name not in ("n_routed_experts", "n_group")},
@@ -14,6 +14,14 @@ KIMI_LINEAR: dict[str, Any] = {
 BAILING_HYBRID: dict[str, Any] = {
     **{name: value for name, value in KIMI_LINEAR.items() if name != "q_lora_rank"},
     "model_type": "bailing_hybrid",
+}
+
+LARA_MINI: dict[str, Any] = {
+    **{name: value for name, value in BASE.items() if name not in ("intermediate_size", "tie_word_embeddings")},
+    **DELTA,
+    **EXPERTS,
+    "model_type": "lara_mini",
+    "shared_expert_intermediate_size": 43,
 }
 
 LATEST: dict[str, dict[str, Any]] = {
@@ -271,5 +279,20 @@ LATEST: dict[str, dict[str, Any]] = {
         "use_qk_norm": False,
         "partial_rotary_factor": 0.5,
         "tie_word_embeddings": True,
+    },
+    "lara_mini": {**LARA_MINI, "num_hidden_layers": 5, "head_dim": 14, "sliding_window": 9, "num_experts": 6},
+    "lara_mini-layer-types-and-biases": {
+        **LARA_MINI,
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "linear_attention", "sliding_attention"],
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3,
+        "linear_conv_kernel_dim": 3,
+        "sliding_window": 11,
+        "num_experts": 5,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "rope_parameters": {**YARN, "rope_theta": 1e4},
     },
 }

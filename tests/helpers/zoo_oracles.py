@@ -117,7 +117,7 @@ def gradients_of(model: Any) -> dict[str, torch.Tensor]:
 
 def renamed(name: str) -> str:
     """The name that transformers has for a tensor of a published checkpoint; only those of Hy3, Granite 4,
-    Nemotron-H and OLMo Hybrid differ from the oracle's."""
+    Nemotron-H, OLMo Hybrid and Lara differ from the oracle's."""
     parts = {".mlp.router.gate.": ".mlp.gate.", ".mlp.shared_mlp.": ".mlp.shared_experts."}
     parts |= {"transformer.h.": "model.layers.", "transformer.wte.": "model.embed_tokens."}
     parts |= {"transformer.ln_f.": "model.norm.", ".ln_1.": ".input_layernorm.", ".ln_2.": ".post_attention_layernorm."}
@@ -139,6 +139,7 @@ def renamed(name: str) -> str:
     parts[".self_attn.gate_proj."] = ".self_attn.g_proj."
     parts[".mlp.experts.e_score_correction_bias"] = ".mlp.gate.e_score_correction_bias"
     parts[".mlp.shared_expert."] = ".mlp.shared_experts."
+    parts[".linear_attn.out_norm."] = ".linear_attn.norm."
     parts[".attention_layer_norm."] = ".input_layernorm."
     parts[".feedforward_layer_norm."] = ".post_attention_layernorm."
     parts[".attention_sink_bias"] = ".sinks"
@@ -162,7 +163,7 @@ def stored_as(
     own = oracle if isinstance(oracle, Mapping) else kept_tensors(oracle)
     per_expert = (".experts.", "block_sparse_moe")
     tensors = {name if name in own else renamed(name): t for name, t in tensors.items()}
-    elsewhere = (*per_expert, "_conv1d.")
+    elsewhere = (*per_expert, "_conv1d.", ".linear_attn.in_proj.")
     found = {name: t for name, t in tensors.items() if name in own or not any(part in name for part in elsewhere)}
     for name, parameter in own.items():
         if name in found:
@@ -176,6 +177,11 @@ def stored_as(
         if f"{layer.removesuffix('.conv1d.weight')}.q_conv1d.weight" in tensors:
             thirds = [tensors[name.replace(".conv1d.", f".{third}_conv1d.")] for third in "qkv"]
             found[name] = torch.cat(thirds)
+            continue
+        fused = f"{at.rpartition('.')[0]}.in_proj.weight"
+        if fused in tensors:
+            parts = [f"{at.rpartition('.')[0]}.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")]
+            found |= zip(parts, tensors[fused].split([own[part].shape[0] for part in parts]), strict=True)
             continue
         if not at.endswith(".experts"):
             elsewhere = f"{layer}.block_sparse_moe.{part}"

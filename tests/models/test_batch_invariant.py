@@ -18,7 +18,7 @@ from ligermodels.ops.runtime import dispatch
 NAMES = ["llama-2", "gemma2", "qwen3", "qwen3_moe"]
 REFUSED = {
     **dict.fromkeys(["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "sarvam_mla"], "LatentAttention"),
-    **dict.fromkeys(["olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"], "GatedDeltaNet"),
+    **dict.fromkeys(["lara_mini", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"], "GatedDeltaNet"),
     **dict.fromkeys(["bamba", "granitemoehybrid", "nemotron_h"], "Mamba2"),
     "falcon_h1": "ParallelMixers",
     **dict.fromkeys(["bailing_hybrid", "kimi_linear"], "KimiDeltaAttention"),

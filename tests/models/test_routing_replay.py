@@ -35,7 +35,7 @@ FAMILIES = [
     "gemma4_text-experts",
     *("exaone_moe", "solar_open", "hy_v3", "afmoe", "hunyuan_v1_moe", "ernie4_5_moe", "lfm2_moe"),
     *("granitemoehybrid", "cohere2_moe", "laguna", "nemotron_h"),
-    *("mimo_v2_flash", "llama4_text-two-experts-and-no-norms", "sarvam_mla", "sarvam_moe"),
+    *("mimo_v2_flash", "llama4_text-two-experts-and-no-norms", "sarvam_mla", "sarvam_moe", "lara_mini"),
 ]
 """Every family with experts, a test checks; of the configurations those whose routers differ."""
 
@@ -109,7 +109,7 @@ def weights_by_hand(layer: MoE, name: str, logits: Tensor, experts: Tensor) -> T
     """The weights (N, k) of given experts, as each family's paper or model card has them."""
     chosen = logits.gather(1, experts)
     over_chosen = ("mixtral", "qwen3_moe-normalised", "qwen3_next", "qwen3_5_moe_text", "gpt_oss", "mellum")
-    if name in (*over_chosen, "hunyuan_v1_moe", "granitemoehybrid"):
+    if name in (*over_chosen, "hunyuan_v1_moe", "granitemoehybrid", "lara_mini"):
         return chosen.softmax(-1)
     if name in ("qwen2_moe", "qwen3_moe"):
         return logits.softmax(-1).gather(1, experts)
