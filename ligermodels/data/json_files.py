@@ -12,6 +12,7 @@ from json import JSONDecodeError, JSONDecoder
 from typing import Any, BinaryIO
 
 from ligermodels.convert.input_files import JSON_BYTES, parse_json
+from ligermodels.data.cells import value_of
 from ligermodels.data.compression import optional
 from ligermodels.data.lines import LINE_BYTES
 from ligermodels.data.record_fields import is_record
@@ -166,17 +167,25 @@ def csv_lines(content: BinaryIO, name: str, *, delimiter: str) -> Iterator[bytes
         header = next(rows, [])
         if twice := [column for column, count in Counter(header).items() if count > 1]:
             raise InputError(f"{name}: two columns are named {twice[0]!r}; rename one")
-        if len(header) == 1 and (other := next((each for each in ";\t|" if each in header[0]), None)):
-            raise InputError(f"{name}: cells are separated by {other!r}; separate them by {delimiter!r}")
+        other = next((each for each in ",;\t" if each != delimiter and len(header) == 1 and each in header[0]), None)
+        if other is not None:
+            raise InputError(f"{name}: cells seem to be separated by {other!r}; separate them by {delimiter!r}")
         yield b"\n"
         for number, row in enumerate(rows, start=2):
             if row and len(row) != len(header):
                 raise InputError(f"{name}: row {number}: has {len(row)} cells, and the header has {len(header)}")
-            yield as_line(dict(zip(header, row, strict=True))) if row else b"\n"
+            yield as_line(_cells(header, row)) if row else b"\n"
     except UnicodeDecodeError as error:
         raise InputError(f"{name}: row {number + 1}: not UTF-8 text: {error.reason}") from None
     except csv.Error as error:
         raise InputError(f"{name}: row {number + 1}: {error}") from None
+    except ValueError as error:
+        raise InputError(f"{name}: row {number}: {error}") from None
+
+
+def _cells(header: list[str], row: list[str]) -> dict[str, Any]:
+    """The values of a row by the names of the columns. Raises ValueError for a cell that cannot be read."""
+    return {column: value_of(column, cell) for column, cell in zip(header, row, strict=True)}
 
 
 def parquet_lines(content: BinaryIO, name: str) -> Iterator[bytes]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from ligermodels.data.record_fields import EMPTY, FINISH, OF_CHATS, REFUSED, Format, check_refused, label_of
-from ligermodels.data.record_fields import QUESTIONS as QUESTION_FORMS
-from ligermodels.data.records import Chat, NothingToLearn, Record, record_of
+from ligermodels.data.record_fields import EMPTY, FINISH, OF_CHATS, REFUSED, check_refused, label_of
+from ligermodels.data.records import ALL_QUESTIONS, Chat, NothingToLearn, Record, record_of
 
 SIDES = {"chosen": ("chosen",), "rejected": ("rejected", "rejected_response", "rejected_messages")}
 """Sides of a pair -> fields that hold them: TRL's, then ms-swift's, whose chosen answer is the last message."""
@@ -83,19 +82,20 @@ def read_labelled(fields: Mapping[str, Any]) -> tuple[list[Labelled], list[str]]
     if _first(fields, SIDES["rejected"]) is not None:
         pair, unused = read_pair(fields)
         return [Labelled(record, is_chosen) for record, is_chosen in zip(pair, (True, False), strict=True)], unused
-    question: Format | None = next((form for form in QUESTION_FORMS if fields.keys() >= {*form.required}), None)
-    used = () if question is None else (*question.required, *question.optional)
-    unused = _unused(fields, {*_LABELLED, *used})
-    name = _first(fields, LABELS)
+    given = {name: value for name, value in fields.items() if value not in EMPTY}
+    name = _first(given, LABELS) or _first(fields, LABELS)
     desirable = None if name is None else label_of(fields[name])
     if desirable is None:
-        problem = f'"{LABELS[0]}" must be true or false' if name else f'has no "{LABELS[0]}", true or false'
+        problem = f'"{name}" must be true or false' if name else f'has no "{LABELS[0]}", true or false'
         raise ValueError(f"{problem}: the objective is for completions with a label, or pairs")
-    if (turns := _first(fields, TURNS)) is not None:
+    question = next((form for form in ALL_QUESTIONS if given.keys() >= {*form.required}), None)
+    known = _LABELLED
+    if (turns := _first(given, TURNS)) is not None:
         *prompt, completion = _turns(fields, turns)
         record = _completion(fields, prompt, [completion])
-    elif question is not None and "completion" not in fields:
-        chat = cast("Chat", record_of({name: value for name, value in fields.items() if name not in LABELS})[0])
+    elif question is not None and "completion" not in given:
+        known = {*_LABELLED, *question.required, *question.optional, ALL_QUESTIONS[question]}
+        chat = cast("Chat", record_of({each: value for each, value in given.items() if each not in LABELS})[0])
         *prompt, completion = chat[0]
         record = _completion(fields, prompt, [completion])
     else:
@@ -103,6 +103,7 @@ def read_labelled(fields: Mapping[str, Any]) -> tuple[list[Labelled], list[str]]
         if missing:
             raise ValueError(f'has no "{missing[0]}"; give "prompt", "completion" and "label"')
         record = _completion(fields, fields["prompt"], fields["completion"])
+    unused = _unused(fields, known)
     return [Labelled(record, desirable)], unused
 
 
@@ -155,11 +156,11 @@ def _prompt(fields: Mapping[str, Any]) -> str | list[Any] | None:
     """The prompt of a pair as a text or as turns; None if the record has none of its own."""
     given = {name: fields[name] for name in ("prompt", *TURNS, *QUESTIONS) if fields.get(name) not in (None, *EMPTY)}
     more = given.pop("input", None) if "instruction" in given else None
-    if len({str(prompt) for prompt in given.values()}) > 1:
+    if len(given) > 1 and (more is not None or len({str(prompt) for prompt in given.values()}) > 1):
         raise ValueError(f"the record has several prompts: remove all but one of {', '.join(map(repr, given))}")
     if not given:
         return None
-    (name, prompt), *_ = given.items()
+    *_, (name, prompt) = given.items()  # of equal ones a question, which is a turn of the user
     if name in TURNS:
         return _turns(fields, name)
     if name in QUESTIONS:

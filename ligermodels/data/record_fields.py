@@ -39,16 +39,20 @@ QUESTIONS = {
     Format(("instruction", "output"), ("input", "history", *OF_CHATS)): "input",
     Format(("instruction", "response"), ("context", "history", *OF_CHATS)): "context",
     Format(("query", "response"), ("history", *OF_CHATS)): "",
-    **{
-        Format(names, ("history", *OF_CHATS)): ""
-        for names in (
-            *(("question", "answer"), ("question", "response"), ("prompt", "response")),
-            *(("problem", "solution"), ("problem", "answer"), ("input", "output")),
-        )
-    },
+    Format(("question", "answer"), ("history", *OF_CHATS)): "",
 }
 """Formats of a question and its answer, in this order -> name of a field with more of the question: Alpaca's and
-LLaMA-Factory's, Dolly's, ms-swift's, GSM8K's, OpenOrca's, and others of the hub."""
+LLaMA-Factory's, Dolly's, ms-swift's, and GSM8K's."""
+
+OTHER_QUESTIONS = {
+    Format((question, answer), ("history", *OF_CHATS)): ""
+    for question, answer in (
+        *(("question", "response"), ("prompt", "response"), ("problem", "solution")),
+        *(("problem", "answer"), ("input", "output")),
+    )
+}
+"""Further formats of the hub, such as OpenOrca's and NuminaMath's, as in QUESTIONS: the first that a record has is
+read, and none beside another format."""
 
 FORMATS = (MESSAGES, CONVERSATIONS, COMPLETION, *QUESTIONS, TEXT)
 
@@ -90,39 +94,40 @@ def is_record(value: Mapping[str, Any]) -> bool:
 
 
 def format_of(record: Mapping[str, Any]) -> Format:
-    """The format of a record: of several the turns of a chat, or the one whose fields include the other's, and no text
-    beside another format, since it is another writing of the same; the fields of the others are not used.
+    """The format of a record.
 
-    Raises ValueError if it has no format, or still several, or a field that is refused.
+    A record may have the fields of several. A format with an empty answer, as cells of tables have it, counts only if
+    there is no other. Then the first of these is read: turns of a chat; a completion, or a question as in QUESTIONS;
+    a text; a question as in OTHER_QUESTIONS.
+
+    Raises ValueError for a record without a format, or with two of the same rank, and for a field that is refused.
     """
     check_refused(record, REFUSED)
-    found = [form for form in FORMATS if record.keys() >= set(form.required)]
-    if len(found) > 1:  # in tables, the columns of other formats may be empty
-        found = [form for form in found if any(record[name] not in EMPTY for name in form.required)] or found[:1]
-        found = [form for form in found if not any(_goes_before(other, form) for other in found)]
-    if len(found) > 1:
-        both = "; or ".join(_quoted(form.required, " and ") for form in found)
+    ranks = ((MESSAGES, CONVERSATIONS), (COMPLETION, *QUESTIONS), (TEXT,), *((form,) for form in OTHER_QUESTIONS))
+    found = [[form for form in rank if record.keys() >= {*form.required}] for rank in ranks]
+    filled = [[form for form in rank if record[form.required[-1]] not in (*EMPTY, "[]")] for rank in found]
+    forms = next(filter(None, [*filled, *found]), [])
+    if len(forms) > 1:
+        both = "; or ".join(_quoted(form.required, " and ") for form in forms)
         raise ValueError(f"the record has several formats: remove {both}")
-    if not found:
+    if not forms:
         known = ", ".join(_quoted(form.required, " and ") for form in FORMATS)
         raise ValueError(f"not an object with {known}; its fields are: {_quoted(record) or 'none'}")
-    if found[0] is COMPLETION and label_of(record.get("label")) is not None:
+    if forms[0] not in (MESSAGES, CONVERSATIONS, TEXT) and label_of(record.get("label")) is not None:
         raise ValueError(f'"label" {_PREFERENCE}')
-    return found[0]
+    return forms[0]
 
 
-def _goes_before(other: Format, form: Format) -> bool:
-    """Whether a record of both formats is one of the other format."""
-    of_chats = MESSAGES, CONVERSATIONS
-    includes = other is not form and {*other.required, *other.optional} > {*form.required}
-    return includes or (other in of_chats and form not in of_chats) or (form is TEXT and other is not TEXT)
+LABEL_TEXTS = {**dict.fromkeys(("true", "1", "1.0"), True), **dict.fromkeys(("false", "0", "0.0"), False)}
 
 
 def label_of(value: Any) -> bool | None:
-    """The label of a completion: true, false, 1 or 0, or one of them as the text of a cell; None for another value."""
+    """The label of a completion: true, false, 1 or 0, or the text of one of them, as in a cell; None for any other."""
     if isinstance(value, str):
-        return {"true": True, "1": True, "false": False, "0": False}.get(value.strip().lower())
-    return bool(value) if isinstance(value, int) and value in (0, 1) else None
+        return {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}.get(
+            value.strip().lower()
+        )
+    return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
 
 
 def check_refused(fields: Mapping[str, Any], refused: Mapping[str, str], where: str = "") -> None:

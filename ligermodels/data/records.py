@@ -17,6 +17,7 @@ from ligermodels.data.record_fields import (
     MEDIA,
     MESSAGES,
     OF_CHATS,
+    OTHER_QUESTIONS,
     QUESTIONS,
     REFUSED_IN_TURNS,
     SYSTEM,
@@ -175,14 +176,18 @@ def _completion(record: Mapping[str, Any]) -> Completion | Chat:
         return Completion(prompt, completion, not is_cut(record))
     if isinstance(prompt, list) and isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
+    if isinstance(prompt, str) and isinstance(completion, list):
+        raise ValueError('"completion" is a list of turns, and "prompt" is a text; give the prompt as turns too')
     if not (isinstance(prompt, list) and isinstance(completion, list)):
-        raise ValueError('"prompt" and "completion" must be texts or lists of turns, no turns after a text')
+        raise ValueError('"prompt" and "completion" must be texts or lists of turns')
+    if is_cut(record) and completion and isinstance(completion[-1], dict):
+        completion = [*completion[:-1], {**completion[-1], FINISH: record[FINISH]}]
     return _chat([*prompt, *completion], record, untrained=len(prompt))
 
 
 def _question(record: Mapping[str, Any], form: Format) -> Chat:
     """The question, with more of it below, as a turn of the user, and the answer, after the turns of `history`."""
-    question, answer, more = *form.required, QUESTIONS[form]
+    question, answer, more = *form.required, ALL_QUESTIONS[form]
     for name in (question, answer, more):
         _check_type(record.get(name, ""), str, f'"{name}" must be a string')
     text = "\n".join(filter(None, (record[question], record.get(more))))
@@ -196,11 +201,13 @@ def _question(record: Mapping[str, Any], form: Format) -> Chat:
     return _chat(turns, record)
 
 
+ALL_QUESTIONS = {**QUESTIONS, **OTHER_QUESTIONS}
+
 _READ: dict[Format, Callable[[Mapping[str, Any]], Record]] = {
     MESSAGES: lambda record: _chat(record["messages"], record),
     CONVERSATIONS: lambda record: _chat(record["conversations"], record, from_sharegpt=True),
     COMPLETION: _completion,
-    **{form: partial(_question, form=form) for form in QUESTIONS},
+    **{form: partial(_question, form=form) for form in ALL_QUESTIONS},
     TEXT: _text,
 }
 """Format -> function that reads a record of it."""

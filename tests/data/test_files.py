@@ -122,7 +122,7 @@ def test_a_table_of_parquet(tmp_path: Path) -> None:
         ("a.jsonl.gz", b'{"text": "a"}', "a.jsonl.gz: is damaged, or is not what its suffix says"),
         ("a.txt.gz", gzip.compress(b"aaaa" * 100, mtime=0)[:-9], "a.txt.gz: is damaged"),
         ("a.jsonl.gz", PACK[".gz"](LINES.encode() * 99999)[:-8] + bytes(8), "a.jsonl.gz: is damaged.*CRC"),
-        ("a.csv", b"prompt;completion\na;b\n", "a.csv: cells are separated by ';'; separate them by ','"),
+        ("a.csv", b"prompt;completion\na;b\n", "a.csv: cells seem to be separated by ';'; separate them by ','"),
         ("a.csv", b"text,text\na,b\n", "two columns are named 'text'"),
         ("a.csv", b"prompt,completion\na,b\nc\n", "a.csv: row 3: has 1 cells, and the header has 2"),
         ("a.csv", b'prompt\n"a" b\n', "a.csv: row 2: "),

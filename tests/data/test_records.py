@@ -118,14 +118,20 @@ GOOD: dict[str, tuple[object, object]] = {
         {"prompt": [USER, ASSISTANT, USER], "completion": "Hello, you?"},
         [USER, {**ASSISTANT, "weight": 0}, USER, ASSISTANT],
     ),
-    "turns in cells": ({"prompt": json.dumps([USER]), "completion": json.dumps([ASSISTANT])}, [USER, ASSISTANT]),
-    "turns in cells, by pandas": ({"messages": str([USER, ASSISTANT])}, [USER, ASSISTANT]),
-    "JSON that is no turn": (
-        {"prompt": "a", "completion": '[{"role": "chief", "age": 50}]'},
-        Completion("a", '[{"role": "chief", "age": 50}]'),
+    "JSON to learn": (
+        {"prompt": "Write a chat", "completion": json.dumps([USER, ASSISTANT])},
+        Completion("Write a chat", json.dumps([USER, ASSISTANT])),
     ),
-    "an object with the fields of a turn": (
-        {"prompt": "a", "completion": json.dumps(ASSISTANT)}, Completion("a", json.dumps(ASSISTANT))
+    "turns before a text that was cut": (
+        {"prompt": [USER], "completion": "Hello", "finish_reason": "length"},
+        [USER, {"role": "assistant", "content": "Hello", "finish_reason": "length"}],
+    ),
+    "a text beside columns of questions": ({"text": "a", "prompt": "p", "response": "r", "input": 5}, "a"),
+    "a text beside empty answers": ({"text": "a", "question": "q", "answer": "", "messages": "[]"}, "a"),
+    "an answer beside an empty one": ({"prompt": "Do\nit", "completion": "", "response": "No"}, [USER_ASKS, NO]),
+    "two writings of an answer": ({"prompt": "a", "completion": " b", "response": "c"}, Completion("a", " b")),
+    "a problem with a solution and its number": (
+        {"problem": "Do\nit", "solution": "No", "answer": "5"}, [USER_ASKS, NO]
     ),
     "the first Alpaca": ({"instruction": "Do", "input": "it", "output": "No", "text": "Below ..."}, [USER_ASKS, NO]),
     "Magpie": (
@@ -151,15 +157,12 @@ BAD: dict[str, tuple[object, str]] = {
     "another format": ({"ask": "a", "answer": "b"}, 'not an object with "messages", .*fields are: "ask'),
     "two chats": ({"messages": [USER], **sharegpt(("human", "a"))}, 'remove "messages"; or "conversations"$'),
     "two answers": (
-        {"problem": "a", "solution": "b", "answer": "c"},
-        'several formats: remove "problem" and "solution"; or "problem" and "answer"$',
+        {"instruction": "a", "output": "b", "response": "c"},
+        'several formats: remove "instruction" and "output"; or "instruction" and "response"$',
     ),
-    "turns by numpy": (
-        {"messages": "[{'role': 'user', 'content': 'a'}\n {'role': 'assistant', 'content': 'b'}]"},
-        '"messages" begins as a list of turns, but cannot be read',
-    ),
+    "an unwanted answer": ({"question": "a", "answer": "b", "label": 0.0}, '"label" is a field of preference data'),
     "a missing part": ({"prompt": "a"}, 'fields are: "prompt"$'),
-    "half turns": ({"prompt": "a", "completion": [ASSISTANT]}, "no turns after a text"),
+    "half turns": ({"prompt": "a", "completion": [ASSISTANT]}, '"prompt" is a text; give the prompt as turns'),
     "half history": ({"instruction": "a", "output": "b", "history": [["c"]]}, '"history" must be a list of pairs'),
     "no instruction": ({"instruction": 5, "output": "b"}, '"instruction" must be a string'),
     "two system prompts": ({"messages": [SYSTEM, USER, ASSISTANT], "system": "y"}, '"system" and the first turn'),

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from vllm import LLM, SamplingParams  # reads the environment
 from vllm.lora.request import LoRARequest
 
 import ligermodels as lm
+from ligermodels.errors import LigerModelsError
 from ligermodels.integrations.vllm import update_weights
 from ligermodels.ops import set_batch_invariant
 
@@ -110,6 +112,15 @@ def take_weights(engine: LLM, how: str, folder: str) -> None:
         model = lm.from_pretrained(folder)
         largest = max(tensor.nbytes for bucket in model.iter_hf_weights() for _, tensor in bucket)
         update_weights(engine, model, bucket_bytes=largest)  # in several parts
+    elif how == "refused reload":
+        with suppress(LigerModelsError):
+            engine.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+            raise AssertionError("the weights were taken")
+        engine.reset_prefix_cache()
+    elif how == "load_weights":  # as frameworks of reinforcement learning send them
+        state = list(lm.from_pretrained(folder).hf_state_dict().items())
+        engine.llm_engine.model_executor.driver_worker.model_runner.model.load_weights(state)
+        engine.reset_prefix_cache()
     else:  # by vLLM's own way
         engine.collective_rpc(how, kwargs={"weights_path": folder})
         engine.reset_prefix_cache()

@@ -39,7 +39,8 @@ def write_fp8(folder: Path) -> None:
 
 
 def test_an_fp8_checkpoint(engines: EngineProcess, tmp_path: Path) -> None:
-    """It is dequantised: bit for bit the model of the checkpoint that is written dequantised. It takes new weights."""
+    """It is dequantised: bit for bit the model of the checkpoint that is written dequantised. It takes new
+    weights, but no quantised ones: then it has some of them and runs on."""
     random_checkpoint(tmp_path / "fp8", servable("qwen3"))
     write_fp8(tmp_path / "fp8")
     lm.from_pretrained(tmp_path / "fp8", dtype="bfloat16").save_pretrained(tmp_path / "plain")
@@ -47,10 +48,14 @@ def test_an_fp8_checkpoint(engines: EngineProcess, tmp_path: Path) -> None:
     random_checkpoint(tmp_path / "new", servable("qwen3"), 1).to(torch.bfloat16).save_pretrained(
         tmp_path / "new", overwrite=True
     )
-    steps = [None, ["update_weights", str(tmp_path / "new")], ["reload_weights", str(tmp_path / "plain")]]
-    first, other, again = engines.serve(tmp_path / "fp8", **native(HALF, steps=steps))
+    fp8, new = str(tmp_path / "fp8"), str(tmp_path / "new")
+    steps = [None, ["update_weights", new], ["refused reload", fp8], ["reload_weights", str(tmp_path / "plain")]]
+    first, other, _, again = engines.serve(tmp_path / "fp8", **native(HALF, steps=steps))
     for name in ("tokens", "log_probs"):
         assert first[name] == again[name] == plain[name] != other[name]
+    steps = [None, ["load_weights", new]]
+    _, sent = engines.serve(tmp_path / "fp8", **native({**HALF, "load_format": "dummy"}, steps=steps))
+    assert sent["log_probs"] == other["log_probs"]
 
 
 @pytest.mark.parametrize(
@@ -63,8 +68,9 @@ def test_weights_that_are_quantised(
     plain = ours(random_checkpoint(tmp_path, servable(name)))
     wanted = ours(lm.from_pretrained(tmp_path, **settings))
     assert wanted["log_probs"] != plain["log_probs"]
-    (found,) = engines.serve(tmp_path, **native({"additional_config": {"ligermodels": settings}}))
-    assert_equal(found, wanted)
+    steps = [None, ["refused reload", str(tmp_path)]]
+    for found in engines.serve(tmp_path, **native({"additional_config": {"ligermodels": settings}}, steps=steps)):
+        assert_equal(found, wanted)
 
 
 INT4 = {"quantize": "int4"}
@@ -75,6 +81,8 @@ INT4 = {"quantize": "int4"}
     [
         ({"quantise": "int4"}, {}, None, "additional_config.ligermodels: quantise is unknown; it may have quantize,"),
         ({"quantize": "int5"}, {}, None, "quantize: .*int5"),
+        ({"quantize_head": "int4"}, {}, None, "quantize_head: needs quantize|quantize_head"),
+        (INT4, {"load_format": "dummy"}, None, "load_format: must be auto or hf or safetensors for quantised weights"),
         (INT4, {"tensor_parallel_size": 2}, None, ""),
         (INT4, {}, [None, ["update_weights", "."]], "additional_config.ligermodels: the weights have been quantised"),
     ],

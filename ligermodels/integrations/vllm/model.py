@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,13 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFunc, get_temporal_copy_spec
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsEagle3, SupportsMRoPE
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ligermodels.convert.source_checkpoint import SourceCheckpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.convert.weight_stream import WeightStream
-from ligermodels.errors import ConfigError
+from ligermodels.errors import CheckpointError, ConfigError, LigerModelsError
 from ligermodels.integrations.vllm import HYBRID_ARCHITECTURE
 from ligermodels.integrations.vllm.mixers import replace_caches
 from ligermodels.integrations.vllm.options import EngineOptions
@@ -37,6 +39,9 @@ from ligermodels.pretrained import from_pretrained
 
 NATIVE = "native"
 """Name of the native model in vLLM's, and so the prefix of its parameters."""
+
+READABLE = ("auto", "hf", "safetensors")
+"""Loaders of vLLM in whose place `from_pretrained` may read a checkpoint."""
 
 
 class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
@@ -69,11 +74,10 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
             cache_dir=vllm_config.load_config.download_dir,
         )  # fmt: skip
         with set_default_torch_dtype(torch.float32):
-            model = load(device="meta")
+            model = load(device="meta", **asdict(options))
             ranks, config = vllm_config.parallel_config.tensor_parallel_size, model.config
-            self._is_quantized, self._is_read = options.quantize is not None, _is_encoded(model)
-            _check_quantization(vllm_config, options, self._is_read)
-            self._is_read |= self._is_quantized
+            self._is_quantized = options.quantize is not None
+            self._is_read = _is_read(vllm_config, model, self._is_quantized)
             if ranks > 1:
                 check_tensor_parallel(config, ranks)
                 config = replace(config, blocks=tuple(block.tensor_shard(ranks) for block in config.blocks))
@@ -94,7 +98,7 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
         self.native = model.requires_grad_(False)
         self.attention = replace_caches(model.decoder, plans, vllm_config, prefix)
         self._boundaries: tuple[int, ...] = ()
-        self._channels = model_config.mrope_num_dims
+        self._channels, self._model_config = model_config.mrope_num_dims, model_config
         # vLLM moves parameters to the meta device while it reloads weights, and then puts these tensors back.
         self._tensors = persistent_tensors(model)
         self._stream = None if self._is_quantized else WeightStream(_layouts(model), self._tensors)
@@ -168,8 +172,10 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
         return 2, count // 2, count - 3
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copy checkpoint tensors into the model: all of them, or the part that an update sends. The first call for a
-        model that `from_pretrained` has read copies nothing.
+        """Copy checkpoint tensors into the model: all of them, or the part that an update sends. After an error the
+        model has its tensors as before the call, but those that were already copied.
+
+        For a model that `from_pretrained` has read, the first call, by vLLM's loader, copies nothing.
 
         Args:
             weights: names and tensors in a layout of the model's family, such as the layout of `save_pretrained`.
@@ -184,8 +190,13 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
         if self._is_read:
             self._is_read = False
             return {name for name, _ in self.named_parameters()}
-        self.begin_update()
-        self.update(weights)
+        try:
+            self.begin_update()
+            self.update(weights)
+        except LigerModelsError:
+            # While vLLM reloads weights, tensors without memory stand in for the parameters; this puts them back.
+            finalize_layerwise_reload(self, self._model_config)
+            raise
         return {f"{NATIVE}.{name}" for name in self._updated().loaded()}
 
     def _updated(self) -> WeightStream:
@@ -204,6 +215,11 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
         """Copy checkpoint tensors into the model, as `load_weights` does: one of several parts of an update."""
         stream = self._updated()
         for name, tensor in weights:
+            if tensor.dtype.itemsize == 1:
+                raise CheckpointError(
+                    f"{name}: is {tensor.dtype}, and a running engine takes weights that are not quantised; send them "
+                    "dequantised, as update_weights sends the weights of a model"
+                )
             stream.load(name, tensor)
 
     def not_updated(self) -> list[str]:
@@ -300,24 +316,29 @@ def _check_settings(vllm_config: VllmConfig) -> None:
         )
 
 
-def _is_encoded(model: CausalLM) -> bool:
-    """Whether the checkpoint of the model stores quantised tensors."""
-    return cast(SourceCheckpoint, model.require_export_spec().source).quantization is not None
+def _is_read(vllm_config: VllmConfig, model: CausalLM, is_quantized: bool) -> bool:
+    """Whether `from_pretrained` reads the weights in place of vLLM's loader: of a quantised checkpoint, and of one
+    that is quantised while it is read.
 
-
-def _check_quantization(vllm_config: VllmConfig, options: EngineOptions, is_encoded: bool) -> None:
-    """ConfigError for a quantisation by vLLM, and for one of this package on several ranks."""
+    Raises ConfigError for a quantisation by vLLM, and for settings with which quantised weights are not read."""
+    is_encoded = cast(SourceCheckpoint, model.require_export_spec().source).quantization is not None
     if vllm_config.quant_config is not None and not is_encoded:
+        example = json.dumps({EngineOptions.KEY: {"quantize": "int4"}})
         raise ConfigError(
             f"quantization: {vllm_config.model_config.quantization} is vLLM's, and the weights are plain; give "
-            f'--additional-config \'{{"{EngineOptions.NAME}": {{"quantize": "int4"}}}}\' (or float8, nf4, mxfp4)'
+            f"--additional-config '{example}' (or float8, nf4, mxfp4)"
         )
-    ranks = vllm_config.parallel_config.tensor_parallel_size
-    if ranks > 1 and (is_encoded or options.quantize is not None):
+    load_format, ranks = vllm_config.load_config.load_format, vllm_config.parallel_config.tensor_parallel_size
+    if load_format == "dummy" and not is_quantized:
+        return False
+    if (is_encoded or is_quantized) and load_format not in READABLE:
+        raise ConfigError(f"load_format: must be {' or '.join(READABLE)} for quantised weights, got {load_format}")
+    if (is_encoded or is_quantized) and ranks > 1:
         raise ConfigError(
             f"tensor_parallel_size: must be 1 for quantised weights, got {ranks}; write a quantised checkpoint "
             "dequantised first (from_pretrained, then save_pretrained)"
         )
+    return is_encoded or is_quantized
 
 
 def _check_feed_forward(model: CausalLM) -> None:

@@ -11,16 +11,18 @@ from ligermodels.errors import ConfigError
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Arguments of `from_pretrained`, for `--additional-config '{"ligermodels": {"quantize": "int4"}}'`.
+    """Arguments of `from_pretrained` in vLLM's settings: `vllm serve MODEL ... --additional-config '{"ligermodels":
+    {"quantize": "int4"}}'`.
 
     Args:
         quantize: "float8", "int4", "nf4" or "mxfp4": format of the weights of the blocks' linear layers. Default: None,
-            the dtype of the engine.
-        quantize_exclude: patterns of layers that `quantize` leaves in that dtype.
-        quantize_head: format of the LM head.
+            they keep the dtype of the engine.
+        quantize_exclude: patterns of layers that are not quantised. Default: none.
+        quantize_head: format of the LM head, as `quantize`. Default: None.
     """
 
-    NAME: ClassVar[str] = "additional_config.ligermodels"
+    KEY: ClassVar[str] = "ligermodels"
+    NAME: ClassVar[str] = f"additional_config.{KEY}"
 
     quantize: QuantizedFormat | None = None
     quantize_exclude: tuple[str, ...] = ()
@@ -30,7 +32,7 @@ class EngineOptions:
     def of(cls, vllm_config: Any) -> EngineOptions:
         """The settings in vLLM's config. ConfigError for an unknown one; the message names it."""
         others = vllm_config.additional_config
-        given = others.get("ligermodels", {}) if isinstance(others, dict) else {}
+        given = others.get(cls.KEY, {}) if isinstance(others, dict) else {}
         known = [field.name for field in fields(cls)]
         if not isinstance(given, dict) or (unknown := sorted(given.keys() - {*known})):
             wrong = f"{unknown[0]} is unknown" if isinstance(given, dict) else f"must be an object, got {given!r}"

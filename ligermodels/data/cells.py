@@ -1,0 +1,50 @@
+"""Turns of chats in the cells of tables of text, which hold no lists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from contextlib import suppress
+from typing import Any
+
+from ligermodels.convert.input_files import parse_json
+from ligermodels.data.records import ROLES
+
+OF_TURNS = (
+    *("messages", "conversations", "prompt", "completion"),
+    *("chosen", "rejected", "rejected_response", "rejected_messages"),
+)
+"""Columns that may hold turns."""
+
+_BEGINS_AS_TURNS = re.compile(r"""\s*\[\s*\{\s*(["'])(role|from)\1\s*:\s*(["'])(\w+)\3""")
+
+
+def value_of(column: str, cell: str) -> Any:
+    """The value of a cell: its text, or the turns of a chat that it has as JSON or as Python writes a list (pandas).
+
+    Raises ValueError for a list of turns that is cut, or written in another way.
+    """
+    if column not in OF_TURNS or not cell.lstrip().startswith(("[", "{")):
+        return cell
+    for parse in (parse_json, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            found = parse(cell)
+            return found if _are_turns(found, column) else cell
+    begin = _BEGINS_AS_TURNS.match(cell)
+    if begin and begin[4].lower() in ROLES:
+        raise ValueError(f'"{column}" begins as a list of turns, and is neither JSON nor a list as Python writes it')
+    return cell
+
+
+def _are_turns(value: Any, column: str) -> bool:
+    """Whether a value is a list of turns, or in a column of answers one turn."""
+    turns = value if isinstance(value, list) else [value] if column.startswith(("chosen", "rejected")) else []
+    return bool(turns) and all(map(_is_turn, turns))
+
+
+def _is_turn(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    speaker = value.get("role", value.get("from"))
+    known = isinstance(speaker, str) and speaker.strip().lower() in ROLES
+    return known and any(name in value for name in ("content", "value", "tool_calls", "function_call"))

@@ -1,0 +1,64 @@
+"""Turns of chats in the cells of tables."""
+
+import csv
+import io
+import json
+from typing import Any
+
+import pytest
+
+from ligermodels.data.cells import value_of
+from ligermodels.data.json_files import csv_lines
+from ligermodels.data.records import read_record
+from ligermodels.errors import InputError
+
+USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+CALL = {"id": 1, "role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+
+
+@pytest.mark.parametrize("write", [json.dumps, str])
+@pytest.mark.parametrize(
+    ("column", "turns"),
+    [("prompt", [USER]), ("completion", [CALL, ASSISTANT]), ("conversations", SHAREGPT), ("chosen", ASSISTANT)],
+)
+def test_turns(write: Any, column: str, turns: Any) -> None:
+    assert value_of(column, write(turns)) == turns
+
+
+@pytest.mark.parametrize(
+    ("column", "cell"),
+    [
+        ("text", json.dumps([USER])),
+        ("completion", json.dumps(ASSISTANT)),
+        ("completion", '[{"role": "chief", "content": "x"}]'),
+        ("chosen", '{"from": "EUR", "value": 3}'),
+        ("prompt", "[{a list}] Explain this."),
+        ("prompt", "Hi"),
+        ("completion", "[]"),
+    ],
+)
+def test_texts_stay_texts(column: str, cell: str) -> None:
+    assert value_of(column, cell) == cell
+
+
+def table(**cells: str) -> io.BytesIO:
+    text = io.StringIO()
+    rows = csv.DictWriter(text, cells)
+    rows.writeheader()
+    rows.writerow(cells)
+    return io.BytesIO(text.getvalue().encode())
+
+
+def test_a_table() -> None:
+    _, line = csv_lines(table(prompt=str([USER]), completion=json.dumps([ASSISTANT])), "a.csv", delimiter=",")
+    assert read_record(line)[0] == ([USER, ASSISTANT], {})
+
+
+@pytest.mark.parametrize(
+    "cell", ["[{'role': 'user', 'content': 'a'}\n {'role': 'assistant'}]", '[{"role": "user", "con']
+)
+def test_turns_that_cannot_be_read(cell: str) -> None:
+    """As numpy writes them, and cut."""
+    with pytest.raises(InputError, match=r'a\.csv: row 2: "messages" begins as a list of turns, and is neither JSON'):
+        list(csv_lines(table(messages=cell), "a.csv", delimiter=","))
