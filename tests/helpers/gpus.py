@@ -69,7 +69,9 @@ memory, a newer one compiles it only if no other launch has its flags, dtypes or
 - **compiled**: the kernels compile and fit into its shared memory. The tests run
   ptxas at optimisation level 1; kernels run with level 3.
 - **torch**: the op runs in plain torch, without kernels (`gated_delta_rule`: in
-  fla-core if it is installed).
+  fla-core if it is installed). So do the chunks of `gated_delta_rule` and `ssd` on GPUs
+  with tensor memory (B200), where Triton 3.6 to 3.8 overlap wrongly products that add to
+  one sum (triton-lang/triton#10821), and on AMD GPUs, which lack tf32x3.
 - **error**: the op raises `BackendError`, which names the GPU.
 
 `make gpus` writes this table from the recorded launches. Ops without a row, such as

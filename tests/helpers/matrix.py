@@ -29,17 +29,20 @@ CAPABILITIES = {
     "export": ["archs/test_families.py::test_export_*", "archs/test_multimodal.py::test_export_*"],
     "nativize": ["nativize/test_nativize.py::test_a_native_model_*"],
     "MTP heads": ["archs/test_newer_families.py::test_new_mtp_heads_are_lossless_*"],
-    "LoRA": ["adapt/test_adapter_commands.py::test_adapters_of_every_kind_*"],
+    "LoRA": [
+        "adapt/test_adapter_commands.py::test_adapters_of_every_kind_*",
+        "integrations/test_lora_peft.py::test_ours_in_peft",
+    ],
     "int4": ["archs/test_newer_families.py::test_decoding_in_four_bits_*"],
     "float8": ["adapt/test_float8_families.py::test_gradients_beside_float32"],
     "shard, context, tensor": ["parallel/test_every_kind.py::test_losses_every_gradient_and_tokens"],
 }
 """The tests that show each capability; of which families is in their parameters, or else in their names."""
 
-BY_KIND = {"MTP heads", "LoRA", "int4", "float8", "shard, context, tensor"}
+BY_KIND = {"MTP heads", "int4", "float8", "shard, context, tensor"}
 """Capabilities whose code goes by layers, shown in configurations that together have every kind of layer."""
 
-BY_LAYERS = {"packed", "generate", "Medusa heads", "nativize"} | BY_KIND
+BY_LAYERS = {"packed", "generate", "Medusa heads", "nativize", "LoRA"} | BY_KIND
 """Capabilities whose code goes by layers, not by families: shown in one configuration of each type."""
 
 REFUSALS = {"nativize": ["nativize/test_nativize.py::test_layers_without_a_counterpart_*"]}
@@ -49,11 +52,11 @@ HEAD = """# What the tests show
 
 Of each family, by `model_type`: ✓ where all tests of a capability pass, and ✗ where one does not. Every configuration
 named here is loaded, trained and exported; packed documents, generation and Medusa heads are tested in one of each
-type, and in those that together have every kind of layer with every option; MTP heads, LoRA, int4 and
+type, and in those that together have every kind of layer with every option; MTP heads, int4 and
 parallel plans (FSDP2, context and tensor parallelism on two ranks) only in the latter ("by kind"); training in float8
-in some that have every kind of layer, of other sizes. "error" is shown by
-a test too: `nativize` refuses the type by name, and changes nothing. The tests hold tiny random models of awkward sizes
-to transformers' own. `make matrix` runs them and writes this page.
+in some that have every kind of layer, of other sizes. The logits and gradients of LoRA are PEFT's, in all
+configurations but two. "error" is shown by a test too: `nativize` refuses the type by name, and changes nothing. The
+tests hold tiny random models of awkward sizes to transformers' own. `make matrix` runs them and writes this page.
 """
 
 

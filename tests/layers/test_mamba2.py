@@ -42,6 +42,33 @@ def test_texts_longer_than_a_chunk(name: str, tmp_path: Path) -> None:
     assert relative_error(together, torch.cat(apart, dim=1)) < TOLERANCE
 
 
+def test_gradients_of_lora_on_the_output_projection() -> None:
+    """The gradients of A and B follow from the gradient of the merged dense weight. With transformers' fused kernels
+    they are none: these read the weight of `out_proj` alone."""
+    torch.manual_seed(0)
+    model = lm.from_config(BAMBA, dtype=torch.float64)
+    model = lm.add_lora(model, r=3, lora_alpha=7, target_modules=["out_proj"], dtype=torch.float64)
+    dense, ids = lm.from_config(BAMBA, dtype=torch.float64), tokens(2, 21)
+    layers = {name: layer for name, layer in model.named_modules() if name.endswith(".mixer.out")}
+    factors = {}
+    for name, layer in layers.items():
+        a, b = (next(p for key, p in layer.named_parameters() if part in key) for part in ("lora_A", "lora_B"))
+        with torch.no_grad():
+            factors[name] = a, b.normal_(0, 0.3)
+    base = {name: tensor for name, tensor in model.state_dict().items() if "lora_" not in name}
+    dense.load_state_dict(base)
+    with torch.no_grad():
+        for name, (a, b) in factors.items():
+            dense.get_submodule(name).weight += 7 / 3 * b @ a
+    for module in (model, dense):
+        module(ids, labels=ids).loss.backward()
+    assert len(factors) == 3
+    for name, (a, b) in factors.items():
+        weight = dense.get_submodule(name).weight.grad
+        torch.testing.assert_close(a.grad, 7 / 3 * b.T @ weight, rtol=1e-9, atol=1e-14)
+        torch.testing.assert_close(b.grad, 7 / 3 * weight @ a.T, rtol=1e-9, atol=1e-14)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("config", [BAMBA, GRANITE], ids=["bamba", "granitemoehybrid"])
 def test_limits_of_step_sizes(config: dict[str, Any], tmp_path: Path) -> None:
