@@ -143,11 +143,13 @@ def mixtures(model: nn.Module) -> dict[str, MoE]:
 
 
 def names_of_experts(model: CausalLM, layouts: Sequence[WeightMap]) -> set[str]:
-    """The last components of the names of routers and experts in checkpoints of the family."""
+    """The last components of the names of routers, and of the experts in checkpoints in which they are layers: the
+    parameters of all experts together ("experts.down_proj") are no layers for PEFT."""
     names = mixtures(model)
     parameters = {f"{name}.{part}" for name in names for part in ("router.weight", "gate_up", "down")}
     mappings = (mapping for layout in layouts for mapping in layout.mappings if mapping.target in parameters)
-    return {leaf(source.removesuffix(".weight")) for mapping in mappings for source in _sources(mapping)}
+    sources = (source for mapping in mappings for source in _sources(mapping))
+    return {leaf(source.removesuffix(".weight")) for source in sources if source.endswith(".weight")}
 
 
 def expert_targets(model: CausalLM, weight_map: WeightMap, layouts: Sequence[WeightMap]) -> dict[str, Target]:

@@ -23,7 +23,7 @@ from ligermodels.adapt.lora import lora_layers
 from ligermodels.adapt.targets import mixtures
 from ligermodels.convert.mappings import interleaved_gate_up, interleaved_gate_up_in_one, rename
 from ligermodels.errors import AdapterWarning, BackendError, CheckpointError, ConfigError, InputError
-from ligermodels.layers import MoEConfig, RouterConfig
+from ligermodels.layers import Linear, MoEConfig, RouterConfig
 from ligermodels.layers.expert_lora import ExpertLoRA, ExpertPart
 from ligermodels.layers.moe import MoE
 from ligermodels.models.families import family_of
@@ -440,3 +440,13 @@ def test_a_named_backend_that_cannot_compute_lora_is_an_error() -> None:
         model(ids)
     with ops.set_experts_backend("grouped_mm"):
         assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("name", ["lara_mini", "llama4_text", "gemma4_text-experts"])
+def test_dense_layers_with_the_name_of_a_parameter_of_experts_are_adapted(name: str) -> None:
+    """ "down_proj" of a dense or shared layer, beside experts whose "down_proj" is one parameter for all of them."""
+    with pytest.warns(AdapterWarning, match="experts of"):
+        model = lm.add_lora(lm.from_config(CONFIGS[name]), r=2)
+    adapted = set(lora_layers(model))
+    dense = {layer for layer, each in model.named_modules() if layer.endswith(".down") and isinstance(each, Linear)}
+    assert dense and dense <= adapted
