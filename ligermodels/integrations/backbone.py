@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
 
+from ligermodels.integrations.cache_name import NAME, by_either_name, renamed
 from ligermodels.integrations.conditions import (
     NoCache,
     check_checkpointing,
@@ -37,6 +38,7 @@ EXTRAS = ("cu_seq_lens_q", "per_layer_inputs", "visual_pos_masks", "deepstack_vi
 """Arguments beside the tokens that the native pass computes with; see `backbone_forward`."""
 
 
+@by_either_name
 def backbone_forward(
     backbone: Any,
     input_ids: Tensor | None = None,
@@ -95,9 +97,9 @@ def backbone_forward(
         hidden = _states(backbone, inputs, padding, extras, token_indices)
         gives_router_logits = has_router_logits(backbone)
         output = backbone.native.output or (MoeModelOutputWithPast if gives_router_logits else BaseModelOutputWithPast)
-        return output(last_hidden_state=hidden, past_key_values=no_cache(backbone, use_cache))
+        return output(last_hidden_state=hidden, **{NAME: no_cache(backbone, use_cache)})
     options |= {name: value for name, value in extras.items() if value is not None}
-    result = type(backbone).forward(backbone, **inputs, attention_mask=attention_mask, **options)
+    result = type(backbone).forward(backbone, **inputs, attention_mask=attention_mask, **renamed(options))
     if native and token_indices is not None:
         result.last_hidden_state = _needed_states(result.last_hidden_state, padding, token_indices)
     return result

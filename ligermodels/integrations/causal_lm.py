@@ -13,6 +13,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from ligermodels.integrations.backbone import check_tokens, has_router_logits
+from ligermodels.integrations.cache_name import NAME, by_either_name, renamed
 from ligermodels.integrations.conditions import layers_run_natively, no_cache, runs_natively, text_config
 from ligermodels.integrations.inputs import Inputs, Padding, check_logits_to_keep, check_loss_inputs, shape_of
 from ligermodels.integrations.modules import has_hooks, is_ours, part
@@ -22,6 +23,7 @@ from ligermodels.layers.lm_head import loss_or_log_probs
 from ligermodels.layers.tokens import TokenLayout, Tokens
 
 
+@by_either_name
 def causal_lm_forward(
     model: Any,
     input_ids: Tensor | None = None,
@@ -68,12 +70,12 @@ def causal_lm_forward(
             options["native"] = False
         elif _loss_is_fused(model, inputs, padding, labels, logits_to_keep, options):
             plain = MoeCausalLMOutputWithPast if has_router_logits(model) else CausalLMOutputWithPast
-            loss = _loss(model, inputs, padding, labels, options)
-            return (model.native.output or plain)(loss=loss, past_key_values=no_cache(model, use_cache))
+            loss, output = _loss(model, inputs, padding, labels, options), model.native.output or plain
+            return output(loss=loss, **{NAME: no_cache(model, use_cache)})
         if model.training and model.loss_function is ForCausalLMLoss and takes_loss_options(model.__class__):
             options["num_items_in_batch"] = _num_items(labels, **kwargs)
     options |= {"labels": labels, "logits_to_keep": logits_to_keep}
-    return type(model).forward(model, **inputs, attention_mask=attention_mask, **options)
+    return type(model).forward(model, **inputs, attention_mask=attention_mask, **renamed(options))
 
 
 def head_forward(head: Any, hidden: Tensor, targets: Tensor | None = None, **options: Any) -> Any:

@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ligermodels.integrations.cache_name import NAME, by_either_name, renamed
 from ligermodels.integrations.conditions import NO_CACHE
 from ligermodels.integrations.inputs import Inputs, Padding
 from ligermodels.layers import Targets
 
 TEXT_INPUTS = frozenset({
-    "self", "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache",
-    "logits_to_keep", "per_layer_inputs", "args", "kwargs",
+    "self", "input_ids", "attention_mask", "position_ids", "past_key_values", "cache", "inputs_embeds", "labels",
+    "use_cache", "logits_to_keep", "per_layer_inputs", "args", "kwargs",
 })  # fmt: skip
 """Arguments of a multimodal model that its language model takes too."""
 
@@ -24,6 +25,7 @@ def inputs_beside_text(model: nn.Module) -> frozenset[str]:
     return frozenset(inspect.signature(type(model).forward).parameters) - TEXT_INPUTS
 
 
+@by_either_name
 def multimodal_forward(
     model: Any,
     input_ids: Tensor | None = None,
@@ -69,7 +71,7 @@ def multimodal_forward(
     more = {"padding": padding, "token_indices": token_indices, "native": None if native else False}
     kwargs |= {name: value for name, value in more.items() if value is not None}
     options = {"attention_mask": attention_mask, "past_key_values": past_key_values, "use_cache": bool(use_cache)}
-    output = type(model).forward(model, **inputs, **options, **kwargs)
-    if use_cache is None and text.use_cache and hasattr(output, "past_key_values"):
-        output.past_key_values = NO_CACHE if output.past_key_values is None else output.past_key_values
+    output = type(model).forward(model, **inputs, **renamed(options), **kwargs)
+    if use_cache is None and text.use_cache and getattr(output, NAME, NO_CACHE) is None:
+        setattr(output, NAME, NO_CACHE)
     return output

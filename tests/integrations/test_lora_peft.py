@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Gemma3ForConditionalGeneration
 import ligermodels as lm
 from ligermodels.adapt.adapter import adapter_map
 from ligermodels.adapt.lora import lora_layers
-from ligermodels.adapt.targets import layouts_of, leaf, targets
+from ligermodels.adapt.targets import layouts_of, leaf, targets, transformers_layout
 from ligermodels.errors import CheckpointError, ConfigError
 
 TOLERANCE = 1e-5
@@ -70,7 +70,7 @@ def in_peft(model: Any, tensors: dict[str, Tensor | None]) -> dict[str, Tensor |
 
 
 def leaves(model: lm.CausalLM) -> list[str]:
-    paths = targets(model, model.require_export_spec().weight_map, layouts_of(model))
+    paths = targets(model, transformers_layout(model), layouts_of(model))
     refused = {"out_proj"} if model.hf_config["model_type"] in WITH_MAMBA else set()
     return [name for name in dict.fromkeys(map(leaf, paths)) if name not in refused]
 
