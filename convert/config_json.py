@@ -10,7 +10,7 @@ import torch
 
 from ligermodels.convert.files import ADAPTER_CONFIG
 from ligermodels.convert.input_files import check_depth, read_json_object
-from ligermodels.convert.json_values import first_value, is_int, is_list_of, is_object
+from ligermodels.convert.json_values import is_int, is_list_of, is_object
 from ligermodels.convert.rope_settings import THETA, rope_fields
 from ligermodels.convert.weight_map import FLOATS
 from ligermodels.errors import ConfigError
@@ -78,19 +78,29 @@ def joined(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return dict(inner[""])
 
 
-def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype that a config names in `dtype`, or in the older `torch_dtype`; float32 if it names none.
+def named_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype that a config names in `dtype`, or in the older `torch_dtype`; None if it names none.
+
+    A config without one may have it in the language model's config (Qwen3-VL).
 
     Raises:
         ConfigError: the field names no dtype of FLOATS.
     """
-    field = "torch_dtype" if config.get("dtype") is None else "dtype"
-    name = first_value(config.get(field), "float32")
+    levels = [(at, field) for at in nested_configs(config).values() for field in ("dtype", "torch_dtype")]
+    found = next(((at[field], field) for at, field in levels if at.get(field) is not None), None)
+    if found is None:
+        return None
+    name, field = found
     known = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
     dtype = known.get(str(name).removeprefix("torch."))
     if dtype is None:
         raise ConfigError(f"config.json: {field}: {short(name)} is not one of {', '.join(sorted(known))}")
     return dtype
+
+
+def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
+    """`named_dtype`; float32 if the config names none."""
+    return named_dtype(config) or torch.float32
 
 
 def are_token_ids(value: Any, *, several: bool) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import TypeAlias
 
 import torch
 
 from ligermodels.convert.json_values import is_int
+from ligermodels.convert.loading import Spec
 from ligermodels.convert.weight_map import FLOATS
 from ligermodels.errors import InputError, short
 
@@ -48,6 +51,15 @@ def _dtype(name: str, value: object) -> torch.dtype | None:
             f"{name}: {short(value)} is not one of {', '.join(sorted(known))}, as a name or a torch.dtype, or 'auto'"
         )
     return dtype
+
+
+def stored_dtype(tensors: Mapping[str, Spec]) -> torch.dtype:
+    """The dtype of FLOATS that most numbers of these tensors have; float32 if none has one."""
+    numbers = Counter[torch.dtype]()
+    for tensor in tensors.values():
+        if tensor.dtype in FLOATS:
+            numbers[tensor.dtype] += math.prod(tensor.shape)
+    return max(numbers, key=numbers.__getitem__, default=torch.float32)
 
 
 def resolve_device(

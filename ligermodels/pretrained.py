@@ -86,7 +86,8 @@ def from_pretrained(
 
     Args:
         name_or_path: hub repo id or local folder.
-        dtype: dtype of the parameters, or its name ("bfloat16"). By default, and with "auto", the dtype in config.json.
+        dtype: dtype of the parameters, or its name ("bfloat16"). By default, and with "auto", the dtype in config.json,
+            or if it has none the dtype of most of the stored numbers.
         device: device of the parameters: a torch device, its name, or the index of a CUDA device. Default: the CPU. On
             "meta" the checkpoint is checked and no tensor is read, except for an LM head that the config ties and that
             is stored: with other values than the embedding's it is not tied, and a warning says so.

@@ -100,8 +100,9 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
     """Facts about the checkpoint in `folder`."""
     import torch
 
-    from ligermodels.convert.config_json import dtype_of, read_json
+    from ligermodels.convert.config_json import named_dtype, read_json
     from ligermodels.convert.dequantize import dequantized
+    from ligermodels.convert.placement import stored_dtype
     from ligermodels.convert.quantization import without_quantization
     from ligermodels.convert.safetensors_reader import Checkpoint as Files
     from ligermodels.layers.initialization import persistent_tensors
@@ -112,10 +113,15 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
     from ligermodels.speculative.mtp_files import head_tensors
 
     hf_config, quantization = without_quantization(read_json(folder / "config.json"))
+    dtype, has_weights = named_dtype(hf_config), any(folder.glob("*.safetensors*"))
+    if dtype is None and has_weights:
+        with Files(folder) as files:
+            dtype = stored_dtype(files.headers)
+    dtype = dtype or torch.float32
     model = from_config(hf_config, device="meta")
     config = model.config
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    width = dtype_of(hf_config).itemsize
+    width = dtype.itemsize
     device = torch.device(rank_device_type())
     mixers = [block.mixer for block in config.blocks if block.mixer is not None]
     cache = sum(mixer.state_elements(2) - mixer.state_elements(1) for mixer in mixers) * width
@@ -129,8 +135,8 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
         "context": config.max_position_embeddings,
         **_rope_facts(model),
         "tied_embeddings": config.head.tied,
-        "dtype": str(dtype_of(hf_config)).removeprefix("torch."),
-        "attention": attention_summary(config, device, dtype_of(hf_config)),
+        "dtype": str(dtype).removeprefix("torch."),
+        "attention": attention_summary(config, device, dtype),
         "parameters": parameters,
         "embedding_parameters": model.decoder.embed.weight.numel(),
         "weights_bytes": parameters * width,
@@ -138,10 +144,10 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
         "full_context_bytes": parameters * width + cache * (config.max_position_embeddings or 0),
         "adamw_bytes": parameters * width * ADAMW_COPIES,
     }
-    if any(folder.glob("*.safetensors*")):
+    if has_weights:
         with Files(folder) as files:
             state = persistent_tensors(model)
-            headers = dequantized(files, quantization, dtype_of(hf_config)).headers
+            headers = dequantized(files, quantization, dtype).headers
             choose_layout(hf_config, config, headers, state).plan(headers, state)
             facts |= _stored(files.headers.values())
             if mtp := [headers[name] for name in sorted(head_tensors(model, headers))]:

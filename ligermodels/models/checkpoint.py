@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.convert.config_json import TEXT, THINKER, dtype_of, nested_configs, read_json
+from ligermodels.convert.config_json import TEXT, THINKER, named_dtype, nested_configs, read_json
 from ligermodels.convert.dequantize import dequantized, names_in_4_bits, names_in_mxfp4
 from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.convert.files import Companions
 from ligermodels.convert.loading import FileReader, Reader, Spec
+from ligermodels.convert.placement import stored_dtype
 from ligermodels.convert.quantization import Quantization, without_quantization
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.source_checkpoint import SourceCheckpoint
@@ -107,7 +108,7 @@ def open_checkpoint(folder: Path, dtype: torch.dtype | None, opened: ExitStack) 
 
     Args:
         folder: the folder.
-        dtype: dtype of the model to load; by default the dtype that config.json names.
+        dtype: dtype of the model to load; by default the dtype that config.json names, or else `stored_dtype`.
         opened: closes the files when it is closed.
 
     Raises:
@@ -117,10 +118,12 @@ def open_checkpoint(folder: Path, dtype: torch.dtype | None, opened: ExitStack) 
     """
     stored_config, quantization = without_quantization(read_json(folder / "config.json"))
     hf_config, _ = without_heads(stored_config)
-    family, dtype = family_of(hf_config), dtype or dtype_of(hf_config)
+    family, dtype = family_of(hf_config), dtype or named_dtype(hf_config)
     warn_of_other_family(hf_config)
     config = family.decoder_config(hf_config) if family.text is None else None
-    reader = dequantized(opened.enter_context(Checkpoint(folder)), quantization, dtype)
+    files = opened.enter_context(Checkpoint(folder))
+    dtype = dtype or stored_dtype(files.headers)
+    reader = dequantized(files, quantization, dtype)
     if config is None:
         hf_config = tied_as_stored(hf_config, family, reader)
         config = family.decoder_config(hf_config)

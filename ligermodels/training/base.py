@@ -13,7 +13,7 @@ import torch
 from ligermodels.adapt.saved_modules import token_modules
 from ligermodels.adapt.targets import leaf
 from ligermodels.convert import hub
-from ligermodels.convert.config_json import read_json
+from ligermodels.convert.config_json import dtype_of, read_json
 from ligermodels.convert.files import chat_templates, tokenizer_files
 from ligermodels.convert.more_rows import MULTIPLE
 from ligermodels.convert.quantization import without_quantization
@@ -202,7 +202,8 @@ class Base:
             ConfigError: the tokenizer has more tokens than the config; or an error of `from_config`.
             CheckpointError: an error of `from_pretrained`.
         """
-        dtype = getattr(torch, recipe.dtype) if recipe.dtype else None
+        # That of the config, also where it names none: a run that is resumed may have no weights to ask.
+        dtype = getattr(torch, recipe.dtype) if recipe.dtype else dtype_of(read_json(self.config))
         options: dict[str, Any] = {
             "dtype": dtype,
             "device": device,

@@ -1,16 +1,18 @@
 """Arguments and outputs as users of transformers write them."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from zoo import CONFIGS, make_checkpoint
+from zoo import CONFIGS, MULTIMODAL, auto_class, make_checkpoint
 
 import ligermodels as lm
+from ligermodels.cli import describe
 from ligermodels.convert import placement
 from ligermodels.errors import InputError
 from ligermodels.speculative.joint import JointMedusa
@@ -34,6 +36,24 @@ def load(request: pytest.FixtureRequest, folder: Path) -> Any:
 
 
 # -- dtype and device --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama-3", "qwen3_vl"])
+def test_the_dtype_of_a_checkpoint_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    """Of its config, of the language model's config in it, or of the stored tensors, in this order."""
+    config = {**CONFIGS, **MULTIMODAL}[name]
+    make_checkpoint(tmp_path, config, dtype=torch.bfloat16)
+    forms = [config, {**config, "dtype": "float16"}]
+    if "text_config" in config:
+        forms.append({**config, "text_config": {**config["text_config"], "dtype": "bfloat16"}})
+    for form in forms:
+        (tmp_path / "config.json").write_text(json.dumps(form))
+        theirs = auto_class(AutoConfig.from_pretrained(tmp_path)).from_pretrained(tmp_path)
+        model = lm.from_pretrained(tmp_path)
+        assert {p.dtype for p in model.parameters()} == {theirs.dtype}
+        assert describe.checkpoint_facts(tmp_path)["dtype"] == str(theirs.dtype).removeprefix("torch.")
+    assert lm.from_config(forms[-1]).dtype == (torch.bfloat16 if "text_config" in config else torch.float16)
+    assert lm.from_config(config).dtype == torch.float32
 
 
 @pytest.mark.parametrize(
