@@ -29,6 +29,7 @@ from ligermodels.models.output import CausalLMOutput
 from ligermodels.models.passes import ModelInputs, in_mode_of_model, output_of, run_decoder
 from ligermodels.models.routing import with_router_loss
 from ligermodels.models.transformers_tools import ADVICE
+from ligermodels.models.untie import EMBEDDING, HEAD
 
 
 class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
@@ -389,7 +390,10 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
         return self.decoder.new_state(batch_size, max_length)
 
 
-def _after_loading(model: CausalLM, _: object) -> None:
+def _after_loading(model: CausalLM, keys: Any) -> None:
     # With `assign`, tied weights are two parameters, and what no state has is still on the meta device.
+    has_embedding, has_head = (not any(key.endswith(name) for key in keys.missing_keys) for name in (EMBEDDING, HEAD))
+    if has_head and not has_embedding and model.config.head.tied and model._weight_to_tie is not None:
+        model.decoder.embed.weight = model.head.weight
     model._tie()
     fill_meta_buffers(model, model.config.initializer_range)

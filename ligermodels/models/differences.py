@@ -22,7 +22,7 @@ def module_difference(ours: nn.Module, theirs: nn.Module) -> Difference | None:
         if twin is None:
             continue  # the weight map names its tensors, if it has any
         if not _same_class(module, twin):
-            return name, type(module).__name__, type(twin).__name__
+            return name, *_class_names(type(module), type(twin))
         for attribute, expected in vars(twin).items():
             plain = isinstance(expected, int | float | str | None) or is_dataclass(expected)
             if not plain or attribute.startswith("_") or attribute in ("training", "config"):
@@ -34,6 +34,13 @@ def module_difference(ours: nn.Module, theirs: nn.Module) -> Difference | None:
         if difference is not None:
             return difference
     return None
+
+
+def _class_names(ours: type, theirs: type) -> tuple[str, str]:
+    """The names of two classes, with their modules where the names are equal (an nn.Linear in place of ours)."""
+    if ours.__name__ != theirs.__name__:
+        return ours.__name__, theirs.__name__
+    return f"{ours.__module__}.{ours.__name__}", f"{theirs.__module__}.{theirs.__name__}"
 
 
 def _same_class(module: nn.Module, twin: nn.Module) -> bool:

@@ -73,6 +73,10 @@ def test_a_changed_config_is_not_written_as_the_old_one(change: Any, field: str,
         ),
         (lambda m: setattr(m.decoder.blocks[0], "residual_scale", 0.5), r"blocks\.0\.residual_scale is 0\.5"),
         (lambda m: setattr(m.decoder.blocks[0].mlp, "activation", nn.Identity()), r"mlp\.activation is Identity"),
+        (
+            lambda m: setattr(m.decoder.blocks[0].mlp, "down", nn.Linear(97, 60, bias=False)),
+            r"mlp\.down is torch\.nn\.\S*\.Linear, .* composes to ligermodels\.\S*\.Linear",
+        ),
     ],
 )
 def test_changed_layers_are_not_written_as_the_config(change: Any, field: str, tmp_path: Path) -> None:
@@ -443,6 +447,10 @@ def test_ties_survive_assigned_states() -> None:
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
     assert model.head.weight is model.decoder.embed.weight
+    for name in ("decoder.embed.weight", "head.weight"):  # either name of the tied weight gives both
+        given = torch.randn_like(state[name])
+        model.load_state_dict({name: given}, strict=False, assign=True)
+        assert model.head.weight is model.decoder.embed.weight and torch.equal(model.head.weight, given)
     model.head.weight = nn.Parameter(torch.randn_like(model.head.weight))
     kept = model.head.weight.detach().clone()
     assert model.to("cpu", torch.float64).head.weight.equal(kept.double())
