@@ -1,9 +1,16 @@
 """Exceptions of ligermodels. Their messages name the field, tensor or file that is wrong, and say how to fix it."""
 
+import contextlib
+import functools
+import os
 import reprlib
+import sys
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+
+OWN_FILES = (os.path.join(os.path.dirname(__file__), ""), contextlib.__file__, functools.__file__)
+"""Files of frames between a user's line and a warning: the package, and what calls its contexts and decorators."""
 
 
 class LigerModelsError(Exception):
@@ -27,7 +34,8 @@ class CheckpointWarning(UserWarning):
 
 
 class AdapterWarning(UserWarning):
-    """LoRA leaves out layers that a user may expect it to adapt, or a file cannot hold all of its settings."""
+    """LoRA leaves out layers that a user may expect it to adapt, a file cannot hold all of its settings, or its config
+    and its tensors name different layers."""
 
 
 class SequenceLengthWarning(UserWarning):
@@ -70,7 +78,7 @@ def validation_message(error: Any) -> str:
     return f"{'.'.join(map(str, error['loc']))}: {text}, got {short(error['input'])}"
 
 
-@contextmanager
+@contextlib.contextmanager
 def arguments_named(**names: str) -> Iterator[None]:
     """Replace the name of an argument at the beginning of an error message: name in the called function -> the caller's
     name for the same value."""
@@ -94,3 +102,11 @@ def short(value: Any) -> str:
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _SHORT.maxlist = _SHORT.maxdict = 8
+
+
+def warn_caller(message: str, category: type[Warning]) -> None:
+    """`warnings.warn` that names the line which called the package, however many frames lie between."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(OWN_FILES):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ligermodels.errors import ConfigError, ConfigWarning
+from ligermodels.errors import ConfigError, ConfigWarning, warn_caller
 from ligermodels.layers import (
     DynamicScaling,
     LinearScaling,
@@ -49,7 +48,7 @@ def read_rope(settings: Fields, head_dim: int, context: int, partial: bool) -> R
     rope_type = settings.choices("rope_type", *READERS, default="default")
     if rope_type == "default" and settings.number("factor", 1.0) != 1:
         message = f"{settings.where}: factor has no effect without a rope_type that scales, such as 'linear' or 'yarn'"
-        warnings.warn(message, ConfigWarning, stacklevel=4)
+        warn_caller(message, ConfigWarning)
     theta = settings.number("rope_theta", positive=True)
     if theta <= 1:
         raise ConfigError(f"{settings.where}: rope_theta must be above 1, got {theta}")

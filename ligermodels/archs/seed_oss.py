@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
-from ligermodels.errors import ConfigWarning
+from ligermodels.errors import ConfigWarning, warn_caller
 
 DEFAULTS = {
     "vocab_size": 155136,
@@ -35,11 +33,10 @@ def seed_oss(config: Config) -> DecoderConfig:
     for name in ("attention_dropout", "residual_dropout"):
         if fields.number(name, DROPOUT) == DROPOUT:
             fields = fields.replaced(**{name: 0.0})
-            warnings.warn(
+            warn_caller(
                 f"{fields.where}: {name} = {DROPOUT} is not implemented: training is without dropout, as with "
                 f"{name} = 0",
                 ConfigWarning,
-                stacklevel=3,
             )
     bias, o_bias = fields.flag("attention_bias", True), fields.flag("attention_out_bias", False)
     return decoder(

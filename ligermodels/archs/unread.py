@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from ligermodels.convert.json_values import is_list_of
-from ligermodels.errors import ConfigError, ConfigWarning, short
+from ligermodels.errors import ConfigError, ConfigWarning, short, warn_caller
 
 
 def _names(text: str) -> list[str]:
@@ -163,10 +162,8 @@ def check_unread(config: Mapping[str, Any], read: Collection[str], where: str) -
         if name not in COMPUTATION:
             nearest = difflib.get_close_matches(name, {*read, *HARMLESS, *COMPUTATION}, n=1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            warnings.warn(
-                f"{where}: field {name!r} = {short(value)} is unknown{model_type} and not used{hint}",
-                ConfigWarning,
-                stacklevel=3,
+            warn_caller(
+                f"{where}: field {name!r} = {short(value)} is unknown{model_type} and not used{hint}", ConfigWarning
             )
         elif _matters(name, value, config):
             raise ConfigError(

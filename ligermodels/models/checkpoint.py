@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,7 +22,7 @@ from ligermodels.convert.quantization import Quantization, without_quantization
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.source_checkpoint import SourceCheckpoint
 from ligermodels.convert.weight_map import WeightMap
-from ligermodels.errors import ConfigWarning
+from ligermodels.errors import ConfigWarning, warn_caller
 from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import DecoderConfig
@@ -170,11 +169,10 @@ def has_own_head(config: DecoderConfig, family: Family, names: Collection[str], 
     for weight_map in family.weight_maps(config, names):
         for head, embedding in weight_map.aliases.items():
             if head in names and embedding in names and not torch.equal(read(head), read(embedding)):
-                warnings.warn(
+                warn_caller(
                     f"{TIED}: is true, but {head} is stored and differs from {embedding}: the two are not tied. Set it "
                     "to false in config.json; or remove the tensor, to tie them",
                     ConfigWarning,
-                    stacklevel=2,
                 )
                 return True
     return False

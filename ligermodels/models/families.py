@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import re
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
 
 from ligermodels.convert.weight_map import WeightMap
-from ligermodels.errors import ConfigError, ConfigWarning, short
+from ligermodels.errors import ConfigError, ConfigWarning, short, warn_caller
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.extra_heads import require_model
 from ligermodels.models.mtp_format import MTPFormat
@@ -162,11 +161,10 @@ def warn_of_other_family(config: Mapping[str, Any]) -> None:
         return  # a family with the layers, and the class, of another one
     family = _normalized(str(architectures[0]).partition("For")[0])
     if family != _normalized(model_type) and family in map(_normalized, FAMILIES):
-        warnings.warn(
+        warn_caller(
             f"config.json: architectures names {short(architectures[0])}, but model_type is {model_type!r}, and "
             "model_type decides; correct the one that is wrong",
             ConfigWarning,
-            stacklevel=3,
         )
 
 

@@ -14,7 +14,7 @@ from zoo import CONFIGS, MULTIMODAL, auto_class, make_checkpoint
 import ligermodels as lm
 from ligermodels.cli import describe
 from ligermodels.convert import placement
-from ligermodels.errors import InputError
+from ligermodels.errors import ConfigWarning, InputError
 from ligermodels.speculative.joint import JointMedusa
 
 LLAMA = {**CONFIGS["llama-3"], "torch_dtype": "float16"}
@@ -253,3 +253,14 @@ def test_repr_shows_sizes() -> None:
     ):  # fmt: skip
         assert part in shown.replace("(\n  vocab", "(vocab")
     assert "scale=" in repr(lm.from_config(CONFIGS["gemma"]).decoder.embed)
+
+
+def test_warnings_of_a_checkpoint_name_the_line_of_the_call(tmp_path: Path) -> None:
+    """Also those from within the contexts that read files."""
+    make_checkpoint(tmp_path, LLAMA)  # with a head of its own
+    changes = {"tie_word_embeddings": True, "colour": "red", "architectures": ["GemmaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    for load, count in ((lm.from_pretrained, 3), (lm.from_config, 2)):
+        with pytest.warns(ConfigWarning) as caught:
+            load(tmp_path)
+        assert [each.filename for each in caught] == [__file__] * count
