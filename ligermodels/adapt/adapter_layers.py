@@ -10,7 +10,8 @@ from ligermodels.adapt.adapter_base import check_family
 from ligermodels.adapt.adapter_config import PATTERNS, check_config, values_by_part, values_by_path
 from ligermodels.adapt.expert_files import PREFIX, file_names, find_experts
 from ligermodels.adapt.lora import AnyLoRA, Model, new_updates
-from ligermodels.adapt.saved_modules import check_unquantized, stored_modules
+from ligermodels.adapt.named_layers import warn_of_other_layers
+from ligermodels.adapt.saved_modules import check_unquantized, module_paths, stored_modules
 from ligermodels.adapt.targets import Target, container, expert_targets, leaf, targets, transformers_layout
 from ligermodels.adapt.token_rows import NAME as TOKEN_ROWS
 from ligermodels.adapt.token_rows import rows_of_file
@@ -68,6 +69,8 @@ def adapter_of_file(
             f"{checkpoint.folder / ADAPTER}: adapts {len(unknown)} layers that are no linear layers of this model's "
             f"blocks, such as {unknown[0]}; native LoRA adapts {names}"
         )
+    if not found.names:  # files name single experts in several ways
+        warn_of_other_layers(config, rest, linear.keys() - set(module_paths(modules)))
     named = {path: (path,) for path in linear if path in rest} | found.names
     known = {**linear, **experts}
     ranks, alphas = (values_by_part(pattern, config, named) for pattern in PATTERNS)
