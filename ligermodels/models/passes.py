@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from ligermodels.arguments import check_flag
 from ligermodels.errors import InputError
 from ligermodels.generation import DecodingState
 from ligermodels.layers import RouterOutput, Targets, TreeTokens
@@ -29,10 +30,16 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def in_mode_of_model(method: Method) -> Method:
-    """Decorator: the method runs under `set_batch_invariant(True)` where the model's `batch_invariant` is True."""
+    """Decorator: the method runs under `set_batch_invariant(True)` where the model's `batch_invariant` is True.
+
+    InputError if an option `return_...` is no flag, such as "no", which would count as True.
+    """
 
     @functools.wraps(method)
     def in_mode(model: Any, *args: Any, **options: Any) -> Any:
+        for name, value in options.items():
+            if value is not None and name.startswith("return_") and name != "return_hidden_states":
+                check_flag(name, value)
         if not model.batch_invariant:
             return method(model, *args, **options)
         with batch_invariant_if(True):

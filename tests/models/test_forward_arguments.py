@@ -197,3 +197,11 @@ def test_results_of_a_prefill_are_zero_on_padding(name: str) -> None:
     few = model(ids, attention_mask=mask, state=state, token_indices=some, return_hidden_states=[2])
     torch.testing.assert_close(few.logits[0], wanted.logits.flatten(0, 1)[some])
     torch.testing.assert_close(few.hidden_states[0], wanted.hidden_states[1])
+
+
+@pytest.mark.parametrize("value", ["no", 0, 1.0])
+def test_a_result_is_requested_by_true_or_false(value: Any) -> None:
+    model, ids = lm.from_config(CONFIGS["llama-3.1"]), torch.arange(3, 9)[None]
+    for name in ("return_logits", "return_last_hidden_state", "return_predicted", "return_routing"):
+        with pytest.raises(InputError, match=f"{name}: must be True or False, got {value!r}"):
+            model(ids, labels=ids, **{name: value})
