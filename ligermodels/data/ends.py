@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ def eos_of_checkpoint(config: Path, folder: Path, tokenizer: Tokenizer) -> list[
     """The EOS tokens of a checkpoint; the first ends a text.
 
     The first of these files that names an EOS token counts: config.json, the config of the language model in it
-    (`text_config`), generation_config.json, tokenizer_config.json.
+    (`text_config`), generation_config.json, tokenizer_config.json. Warns if this token is an ordinary one, or none, of
+    the tokenizer, and the tokenizer names another EOS token: the config was made for another tokenizer.
 
     Args:
         config: path of config.json.
@@ -37,13 +39,18 @@ def eos_of_checkpoint(config: Path, folder: Path, tokenizer: Tokenizer) -> list[
     generation = config.parent / "generation_config.json"
     if is_present(generation, CheckpointError):
         configs.append(read_json(generation))
-    for fields in configs:
-        if ids := as_token_ids(fields.get("eos_token_id")):
-            return ids
     path = folder / "tokenizer_config.json"
     text = token_text(read_json(path).get("eos_token")) if is_present(path, CheckpointError) else None
-    token = None if text is None else tokenizer.backend.token_to_id(text)
-    return [] if token is None else [token]
+    own = None if text is None else tokenizer.backend.token_to_id(text)
+    ids = next(filter(None, (as_token_ids(fields.get("eos_token_id")) for fields in configs)), [])
+    if ids and own is not None and own not in ids and ids[0] not in tokenizer.special_ids:
+        token = tokenizer.backend.id_to_token(ids[0])
+        warnings.warn(
+            f"{config}: eos_token_id: is {ids[0]}, in the tokenizer {'no token' if token is None else repr(token)}, "
+            f"with which texts will end; the EOS of the tokenizer is {text!r}: set eos_token_id to {own}",
+            stacklevel=2,
+        )
+    return ids or ([] if own is None else [own])
 
 
 def with_end_of_turn(

@@ -80,6 +80,13 @@ def data_messages(
         ending = taken if split == "training" else ""
         documents = documents if count is None else count.documents  # an epoch of a mixture has a part of them
         yield f"{split}: {'streamed' if documents is None else f'{documents:,}'} documents{packed}{ending}"
+    epoch = counts.get("training")
+    if epoch is not None and epoch.sequences < rows:
+        yield (
+            f"batch_tokens: a step takes {rows:,} sequences, and an epoch has {epoch.sequences:,}, so a step repeats "
+            f"them, and epochs ({recipe.epochs:g}) is {steps:,} steps; for one step per epoch give "
+            f"{epoch.sequences * recipe.row_tokens}"
+        )
 
 
 def trained_parameters(model: nn.Module) -> str:

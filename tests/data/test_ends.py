@@ -1,6 +1,7 @@
 """Ends of texts and turns: one EOS, wherever the checkpoint names it, and a model that stops after its turn."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,25 @@ def test_where_a_checkpoint_names_its_eos(
     hi = tokenizer.backend.token_to_id("Hi")
     wanted = tokenizer.backend.token_to_id(end) if isinstance(end, str) else end
     assert tokens is not None and tokens.ids == [hi, *([] if wanted is None else [wanted])]
+
+
+@pytest.mark.parametrize(
+    ("eos", "message"), [("Hi", "'Hi'"), (999, "no token"), ("<end_of_turn>", None), ("<eos>", None)]
+)
+def test_an_eos_of_another_tokenizer_is_said(tmp_path: Path, eos: Any, message: str | None) -> None:
+    """As in a new config, with the ids of Llama, beside the tokenizer of another model."""
+    backend = tokenizer_of("gemma-2", tmp_path).backend
+    token = eos if isinstance(eos, int) else backend.token_to_id(eos)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": token}))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Documents.of_checkpoint(tmp_path, [data(tmp_path, {"text": "Hi"})])
+    told = [text for text in (str(each.message) for each in caught) if "eos_token_id" in text]
+    assert len(told) == (message is not None)
+    if message is not None:
+        assert f"is {token}, in the tokenizer {message}, " in told[0]
+        assert told[0].endswith(f"'<eos>': set eos_token_id to {backend.token_to_id('<eos>')}")
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral3"])

@@ -66,6 +66,21 @@ def test_the_start_counts_documents_tokens_and_parameters(
     assert f"training {count:,} of {count:,} parameters (100.00%)" in output.said
 
 
+@pytest.mark.parametrize(("batch_tokens", "steps"), [(64, 1), (32, 2), (16, 3)])
+def test_an_epoch_smaller_than_a_step_is_said(batch_tokens: int, steps: int, base: Path, tmp_path: Path) -> None:
+    """Three epochs of one sequence are three steps only if a step takes no more."""
+    output, data = Output(), tmp_path / "one.txt"
+    data.write_text("Hi there")
+    changes = {"epochs": 3.0, "batch_tokens": batch_tokens, "validation_fraction": 0.0}
+    outcome = fine_tune(FineTuningRecipe(**settings(base, data, **changes)), tmp_path / "out", console=output.console)
+    told = [message for message in output.said if message.startswith("batch_tokens")]
+    wanted = (
+        f"batch_tokens: a step takes {batch_tokens // 16} sequences, and an epoch has 1, so a step repeats them, and "
+        f"epochs (3) is {steps} steps; for one step per epoch give 16"
+    )
+    assert outcome.steps == steps and told == ([wanted] if batch_tokens > 16 else [])
+
+
 @pytest.mark.parametrize("quantize", [None, "int4"])
 def test_parameters_of_lora(quantize: str | None, base: Path, data: Path, tmp_path: Path) -> None:
     """Rank 2 on q_proj has 2 (in + out) parameters; a quantised weight counts its elements."""
