@@ -206,8 +206,8 @@ def test_the_key_has_all_that_tokens_depend_on(folder: Path, tmp_path: Path) -> 
     assert same not in others and len({json.dumps(each) for each in others}) == len(others)
 
 
-def tokenise(folder: Path, cache_folder: Path, ready: Any) -> None:
-    """What a child process does: send its first row, and then a digest of all rows."""
+def tokenise(folder: Path, cache_folder: Path, ready: Any, stops: bool) -> None:
+    """What a child process does: send "ready" after its first row, and a digest of all rows unless it stops there."""
     os.environ |= {"LIGERMODELS_CACHE": str(cache_folder.parent), "LOCAL_WORLD_SIZE": "2"}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     documents = documents_in(folder)
@@ -215,14 +215,16 @@ def tokenise(folder: Path, cache_folder: Path, ready: Any) -> None:
     batches = packed(documents)
     first = digest([next(batches)])  # type: ignore[arg-type]
     ready.send("ready")
+    if stops:
+        signal.pause()  # until it is killed
     ready.send(result_of(first + digest(batches)))
     documents.close()
 
 
-def start(folder: Path, cache_folder: Path) -> tuple[Any, Any]:
+def start(folder: Path, cache_folder: Path, stops: bool = False) -> tuple[Any, Any]:
     """A child process, and the end of a pipe from it."""
     receive, send = forks().Pipe(duplex=False)
-    process = forks().Process(target=tokenise, args=(folder, cache_folder, send))
+    process = forks().Process(target=tokenise, args=(folder, cache_folder, send, stops))
     process.start()
     send.close()
     return process, receive
@@ -246,7 +248,7 @@ def test_processes_share_the_work(folder: Path, cache_folder: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_process_leaves_a_good_cache_and_no_process(folder: Path, cache_folder: Path, number: int) -> None:
     rows, *_ = expected(folder)
-    process, receive = start(folder, cache_folder)
+    process, receive = start(folder, cache_folder, stops=True)
     assert receive.recv() == "ready"
     workers = _descendants(process.pid)
     assert workers
