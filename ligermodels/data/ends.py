@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from ligermodels.convert.input_files import is_present
 from ligermodels.data.chat import ChatTemplate, end_of_turn
 from ligermodels.data.template_files import token_text
 from ligermodels.data.tokenizer import Tokenizer
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, ConfigWarning, warn_caller
 from ligermodels.generation.options import GENERATION
 
 
@@ -21,8 +20,8 @@ def eos_of_checkpoint(config: Path, folder: Path, tokenizer: Tokenizer) -> list[
     """The EOS tokens of a checkpoint; the first ends a text.
 
     The first of these files that names an EOS token counts: config.json, the config of the language model in it
-    (`text_config`), generation_config.json, tokenizer_config.json. Warns if this token is an ordinary one, or none, of
-    the tokenizer, and the tokenizer names another EOS token: the config was made for another tokenizer.
+    (`text_config`), generation_config.json, tokenizer_config.json. ConfigWarning if this token is an ordinary one, or
+    none, of the tokenizer, and the tokenizer names another EOS token: the config was made for another tokenizer.
 
     Args:
         config: path of config.json.
@@ -45,10 +44,10 @@ def eos_of_checkpoint(config: Path, folder: Path, tokenizer: Tokenizer) -> list[
     ids = next(filter(None, (as_token_ids(fields.get("eos_token_id")) for fields in configs)), [])
     if ids and own is not None and own not in ids and ids[0] not in tokenizer.special_ids:
         token = tokenizer.backend.id_to_token(ids[0])
-        warnings.warn(
+        warn_caller(
             f"{config}: eos_token_id: is {ids[0]}, in the tokenizer {'no token' if token is None else repr(token)}, "
             f"with which texts will end; the EOS of the tokenizer is {text!r}: set eos_token_id to {own}",
-            stacklevel=2,
+            ConfigWarning,
         )
     return ids or ([] if own is None else [own])
 

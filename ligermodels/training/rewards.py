@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -110,10 +111,24 @@ class Rewards:
         short_names = [path.partition(":")[2] for path in paths]
         self.names = short_names if len({*short_names}) == len(paths) else list(paths)
         """Names of the functions, for metrics."""
+        self._has_warned = False
 
     def __call__(self, samples: Mapping[str, Sequence[Any]], records: Sequence[Mapping[str, Any]]) -> Tensor:
-        """The reward of each completion by each function, float32 (B, functions); see `Reward`."""
-        return torch.tensor([function(samples, records) for function in self.functions]).T
+        """The reward of each completion by each function, float32 (B, functions); see `Reward`.
+
+        Warns, the first time, if no function rated some completion.
+        """
+        rewards = torch.tensor([function(samples, records) for function in self.functions]).T
+        unrated = rewards.isnan().all(1)
+        if not self._has_warned and unrated.any():
+            self._has_warned = True
+            names, record = ", ".join(function.path for function in self.functions), records[int(unrated.nonzero()[0])]
+            warnings.warn(
+                f"reward: {names} returned None for {int(unrated.sum())} of {len(rewards)} completions, which are not "
+                f"trained on; the first is of the record {short(dict(record))}",
+                stacklevel=2,
+            )
+        return rewards
 
     def total(self, rewards: Tensor) -> Tensor:
         """The weighted sum of each completion's rewards that are not NaN; NaN for a completion without any.

@@ -477,7 +477,7 @@ def test_results_that_are_no_rewards_are_named(
 
 
 def test_several_rewards(base: Path, rewards: str, tmp_path: Path) -> None:
-    """A weighted sum of those that apply; a completion without any has the advantage 0."""
+    """A weighted sum of those that apply; a completion without any has the advantage 0, and a warning says so."""
     paths = [f"{rewards}:{name}" for name in ("sometimes", "tensor")]
     data = texts(tmp_path / "prompts.jsonl", 4)
     recipe = recipe_for(base, data, paths, reward_weights=(1.0, 0.5), scale_rewards="none", micro_batch_tokens=None)
@@ -489,7 +489,10 @@ def test_several_rewards(base: Path, rewards: str, tmp_path: Path) -> None:
     values = dict(zip(trainable.metric_names, batch["sampled"].tolist(), strict=True))
     assert values["reward"] == [pytest.approx(total.mean().item()), 1.0]
     assert values["rewards/sometimes/mean"] == [1.0, 1.0]  # of six completions
-    objective, (batch,) = batches_of(recipe.changed({"reward": paths[0], "reward_weights": ()}), lm.from_pretrained(base), 1)  # noqa: E501 # fmt: skip
+    recipe = recipe.changed({"reward": paths[0], "reward_weights": ()})
+    told = r"reward: rewards_of_test:sometimes returned None for 6 of 12 completions.*'prompt': 'Hello there"
+    with pytest.warns(UserWarning, match=told):
+        objective, (batch,) = batches_of(recipe, lm.from_pretrained(base), 1)
     assert batch["advantages"].tolist() == [0.0] * 3 + [-1.0, 0.0, 1.0] * 2 + [0.0] * 3
 
 
