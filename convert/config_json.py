@@ -86,11 +86,11 @@ def named_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     Raises:
         ConfigError: the field names no dtype of FLOATS.
     """
-    levels = [(at, field) for at in nested_configs(config).values() for field in ("dtype", "torch_dtype")]
-    found = next(((at[field], field) for at, field in levels if at.get(field) is not None), None)
-    if found is None:
+    levels = [(at, each, field) for at, each in nested_configs(config).items() for field in ("dtype", "torch_dtype")]
+    named = ((each[field], f"{at}.{field}".lstrip(".")) for at, each, field in levels if each.get(field) is not None)
+    name, field = next(named, (None, ""))
+    if name is None:
         return None
-    name, field = found
     known = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
     dtype = known.get(str(name).removeprefix("torch."))
     if dtype is None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ligermodels.convert.config_json import joined, nested_configs, short
 from ligermodels.convert.json_values import as_object, is_int, is_object, object_field
-from ligermodels.errors import ConfigError, ConfigWarning
+from ligermodels.errors import ConfigError, ConfigWarning, warn_caller
 
 FIELD = "quantization_config"
 
@@ -60,7 +59,7 @@ def _read(fields: Any, path: str) -> Quantization:
         )
     read, known = method
     if unknown := sorted(str(name) for name in fields.keys() - {"quant_method", *known.split()}):
-        warnings.warn(f"{where}: {', '.join(unknown)}: unknown and not used", ConfigWarning, stacklevel=4)
+        warn_caller(f"{where}: {', '.join(unknown)}: unknown and not used", ConfigWarning)
     return read(fields, where)
 
 

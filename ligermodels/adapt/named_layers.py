@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 from typing import Any
@@ -48,11 +49,11 @@ def named_layers(config: Mapping[str, Any], paths: Sequence[str]) -> set[str] | 
     None if the fields do not tell: "all-linear", values that PEFT does not write, or `layers_pattern`.
     """
     targets, indices = config.get("target_modules"), config.get("layers_to_transform")
-    if not targets or targets == "all-linear" or config.get("layers_pattern"):
+    if not targets or str(targets).lower() == "all-linear" or config.get("layers_pattern"):
         return None
     try:
         named = _matching(targets, paths) - _matching(config.get("exclude_modules") or [], paths)
-    except ValueError:
+    except (ValueError, TypeError, OSError, subprocess.SubprocessError):  # it could not be matched
         return None
     if indices is None or indices == [] or isinstance(targets, str):
         return named

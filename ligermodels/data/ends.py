@@ -34,19 +34,21 @@ def eos_of_checkpoint(config: Path, folder: Path, tokenizer: Tokenizer) -> list[
     Raises:
         ConfigError: a file is no JSON object, or there is no config.json.
     """
-    configs: list[Mapping[str, Any]] = list(nested_configs(read_json(config)).values())
+    configs = [(config, fields) for fields in nested_configs(read_json(config)).values()]
     generation = config.parent / "generation_config.json"
     if is_present(generation, CheckpointError):
-        configs.append(read_json(generation))
+        configs.append((generation, read_json(generation)))
     path = folder / "tokenizer_config.json"
     text = token_text(read_json(path).get("eos_token")) if is_present(path, CheckpointError) else None
     own = None if text is None else tokenizer.backend.token_to_id(text)
-    ids = next(filter(None, (as_token_ids(fields.get("eos_token_id")) for fields in configs)), [])
+    named = ((file, as_token_ids(fields.get("eos_token_id"))) for file, fields in configs)
+    file, ids = next(((file, ids) for file, ids in named if ids), (config, []))
     if ids and own is not None and own not in ids and ids[0] not in tokenizer.special_ids:
         token = tokenizer.backend.id_to_token(ids[0])
         warn_caller(
-            f"{config}: eos_token_id: is {ids[0]}, in the tokenizer {'no token' if token is None else repr(token)}, "
-            f"with which texts will end; the EOS of the tokenizer is {text!r}: set eos_token_id to {own}",
+            f"{file}: eos_token_id: texts end with token {ids[0]}, in the tokenizer "
+            f"{'no token' if token is None else repr(token)}; the EOS of the tokenizer is {text!r}: set eos_token_id "
+            f"to {own}",
             ConfigWarning,
         )
     return ids or ([] if own is None else [own])

@@ -41,9 +41,8 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
 
     tensor_parallel: ClassVar[Mapping[str, TensorSharding]] = {}
     router_z_loss_coef: float = 0.0
-    """Weight of the z-loss of the routers of mixtures of experts in the loss; set it to change it. The loss includes it
-    in training mode only, multiplied as the load-balancing loss: see `labels` at `forward`. It is no field of
-    config.json, and not saved. See `layers.router_z_loss`."""
+    """Weight of the routers' z-loss (`layers.router_z_loss`) in the loss of training mode; set it to change it. It is
+    multiplied as the load-balancing loss, see `labels` at `forward`; it is no field of config.json, and not saved."""
     modules_to_save: tuple[WeightMapping, ...] = ()
     """Parameters that an adapter has whole beside LoRA, mapped to its tensors: see `adapt.saved_modules`."""
 
@@ -71,6 +70,10 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
     def _tie(self) -> None:
         if self.config.head.tied and self._weight_to_tie is not None:
             self.head.weight = self._weight_to_tie
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        self._loads_head_alone = f"{prefix}{HEAD}" in state_dict and f"{prefix}{EMBEDDING}" not in state_dict
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # Moving between devices makes new Parameters, each module its own: tie them again.
@@ -225,6 +228,7 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
     if TYPE_CHECKING:
         __call__ = forward
 
+    @in_mode_of_model
     def log_probs(
         self,
         input_ids: Tensor | None = None,
@@ -272,8 +276,7 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
             `log_probs` (B, T), and what was asked for beside them.
 
         Raises:
-            InputError: there are no labels, ids out of range (on a GPU: a device assertion), shapes that do not fit, an
-                unknown option.
+            InputError: no labels, ids out of range (on a GPU: a device assertion), a wrong shape or an unknown option.
 
         Examples:
             >>> model = lm.from_config({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2})
@@ -286,10 +289,9 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
             input_ids=input_ids, inputs_embeds=inputs_embeds, labels=labels, attention_mask=attention_mask,
             position_ids=position_ids, cu_seqlens=cu_seqlens, routing=routing, return_routing=return_routing,
         )  # fmt: skip
-        asked = {"return_entropy": return_entropy, "return_predicted": return_predicted}
-        if return_log_kept_mass:
-            asked["return_log_kept_mass"] = True
-        return self._gathered(self._log_probs, inputs, return_logits, return_last_hidden_state, **asked, **options)
+        options |= {"return_entropy": return_entropy, "return_predicted": return_predicted}
+        options |= {"return_log_kept_mass": True} if return_log_kept_mass else {}
+        return self._gathered(self._log_probs, inputs, return_logits, return_last_hidden_state, **options)
 
     def logits(self, last_hidden_state: Tensor) -> Tensor:
         """Logits (..., V) of states (..., H) after the final norm."""
@@ -390,10 +392,9 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
         return self.decoder.new_state(batch_size, max_length)
 
 
-def _after_loading(model: CausalLM, keys: Any) -> None:
+def _after_loading(model: CausalLM, _: object) -> None:
     # With `assign`, tied weights are two parameters, and what no state has is still on the meta device.
-    has_embedding, has_head = (not any(key.endswith(name) for key in keys.missing_keys) for name in (EMBEDDING, HEAD))
-    if has_head and not has_embedding and model.config.head.tied and model._weight_to_tie is not None:
+    if model._loads_head_alone and model.config.head.tied and model._weight_to_tie is not None:
         model.decoder.embed.weight = model.head.weight
     model._tie()
     fill_meta_buffers(model, model.config.initializer_range)

@@ -32,7 +32,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def in_mode_of_model(method: Method) -> Method:
     """Decorator: the method runs under `set_batch_invariant(True)` where the model's `batch_invariant` is True.
 
-    InputError if an option `return_...` is no flag, such as "no", which would count as True.
+    InputError if an option `return_...` is not True or False: another value, such as "no", would count as True.
     """
 
     @functools.wraps(method)

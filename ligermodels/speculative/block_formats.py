@@ -7,14 +7,13 @@ others by ids of layers (`models.capture`).
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any, cast
 
 from ligermodels.convert.json_values import is_int, object_field
 from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.convert.weight_map import WeightMap
-from ligermodels.errors import ConfigError, ConfigWarning, short
+from ligermodels.errors import ConfigError, ConfigWarning, short, warn_caller
 from ligermodels.layers import AttentionConfig
 from ligermodels.models.capture import boundaries_of, layer_ids_of
 from ligermodels.models.decoder import DecoderConfig
@@ -51,12 +50,11 @@ def _speculators(config: BlockDraftConfig, target: Target, num_anchors: int) -> 
     if any(config.windows):
         further["sliding_window_non_causal"] = config.causal is False
         if config.causal is None and None in config.windows:
-            warnings.warn(
+            warn_caller(
                 "sliding_window_non_causal: is false for the layers with a sliding window, and vLLM 0.32 then takes "
                 "the other layers for causal too; for vLLM export "
                 f"profile={'deepspec' if kind == DSPARK_TYPE else 'z-lab'!r}, or make the head with causal=False",
                 ConfigWarning,
-                stacklevel=4,
             )
     return {
         "architectures": ["DSparkDraftModel" if kind == DSPARK_TYPE else "DFlashDraftModel"],
@@ -165,11 +163,10 @@ def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> BlockDraftC
     _refuse_others(stored, nested, fields)
     layers = _layers(stored)
     if kind == DSPARK_TYPE and misses_anchor(stored):
-        warnings.warn(
+        warn_caller(
             "config.json: sample_from_anchor is missing; this model takes it for true, but vLLM for false: write true "
             "into the file",
             ConfigWarning,
-            stacklevel=3,
         )
     boundaries = agreed_boundaries(stored_boundaries(stored))
     missing = [name for name in ("mask_token_id", "block_size") if fields.get(name) is None]
@@ -236,10 +233,9 @@ def _causal(stored: Mapping[str, Any], nested: Mapping[str, Any], layers: Mappin
         if causal is not None or not windows:
             return causal
         if bidirectional is None:
-            warnings.warn(
+            warn_caller(
                 "config.json: sliding_window_non_causal is missing; vLLM takes it for true, and so does this model",
                 ConfigWarning,
-                stacklevel=4,
             )
         return None if bidirectional is False else False
     for value in (stored.get("is_causal"), nested.get("causal")):

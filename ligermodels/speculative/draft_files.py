@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.json_values import is_int
 from ligermodels.convert.safetensors_reader import Checkpoint
-from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError, short
+from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError, short, warn_caller
 from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.layers.sharding import gathered
 from ligermodels.models.decoder import DecoderConfig
@@ -112,10 +111,9 @@ def agreed_boundaries(named: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] |
     """
     if len(set(named.values())) > 1:
         layers = ", ".join(f"{name} {list(boundaries)}" for name, boundaries in named.items())
-        warnings.warn(
+        warn_caller(
             f"config.json: its fields name different layers, as boundaries: {layers}; the first field is used",
             ConfigWarning,
-            stacklevel=4,
         )
     return next(iter(named.values()), None)
 

@@ -7,7 +7,6 @@ the head reads: speculators by boundaries, SpecForge's `eagle_config` and DeepSp
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from ligermodels.arguments import EAGLE_FLAGS, check_number
 from ligermodels.convert.json_values import is_int, object_field
 from ligermodels.convert.mappings import rename
 from ligermodels.convert.weight_map import WeightMap
-from ligermodels.errors import ConfigError, ConfigWarning, InputError, short
+from ligermodels.errors import ConfigError, ConfigWarning, InputError, short, warn_caller
 from ligermodels.layers import LayerConfig
 from ligermodels.models.capture import boundaries_of, default_boundaries, layer_ids_of
 from ligermodels.models.decoder import DecoderConfig
@@ -164,10 +163,9 @@ def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> Eagle3Confi
     layer.pop("architectures", None)  # of the head
     flags = {flag: bool(stored.get(flag, False)) for flag in EAGLE_FLAGS}
     if not flat and "norm_before_residual" not in stored:
-        warnings.warn(
+        warn_caller(
             "config.json: norm_before_residual is missing; vLLM takes it for true, and so does this model",
             ConfigWarning,
-            stacklevel=3,
         )
         flags["norm_before_residual"] = True
     return Eagle3Config(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from ligermodels.convert.quantization import without_quantization
 from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.weight_map import WeightMap
-from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning
+from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, warn_caller
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.mtp_format import MTPFormat
 from ligermodels.models.state_dict import nearest_layout
@@ -162,10 +161,9 @@ def _compare_copies(folder: Path, layout: MTPLayout, reader: Reader, base: Causa
     """ConfigWarning for each tensor in `layout.copies` that differs from the base model's tensor."""
     for name, native in layout.copies.items():
         if name in reader.headers and not copies(base, native)(reader.read(name)):
-            warnings.warn(
+            warn_caller(
                 f"{folder}: {name} is not the model's own tensor; the model's is used, as transformers does",
                 ConfigWarning,
-                stacklevel=4,
             )
 
 

@@ -202,7 +202,7 @@ class Base:
             ConfigError: the tokenizer has more tokens than the config; or an error of `from_config`.
             CheckpointError: an error of `from_pretrained`.
         """
-        # That of the config, also where it names none: a run that is resumed may have no weights to ask.
+        # Of config.json, or else float32: a resumed run may have no weights to read a dtype from.
         dtype = getattr(torch, recipe.dtype) if recipe.dtype else dtype_of(read_json(self.config))
         options: dict[str, Any] = {
             "dtype": dtype,

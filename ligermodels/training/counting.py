@@ -84,8 +84,7 @@ def data_messages(
     if epoch is not None and epoch.sequences < rows:
         yield (
             f"batch_tokens: a step takes {rows:,} sequences, and an epoch has {epoch.sequences:,}, so a step repeats "
-            f"them, and epochs ({recipe.epochs:g}) is {steps:,} steps; for one step per epoch give "
-            f"{epoch.sequences * recipe.row_tokens}"
+            f"them; with {recipe.epochs:g} epochs, steps = {steps:,}. Give fewer batch_tokens for steps without repeats"
         )
 
 

@@ -160,7 +160,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
         "auto", description="Each step as one CUDA graph, on one GPU; auto: for small models and short batches."
     )
     dtype: Literal["bfloat16", "float32", "float64"] | None = Field(
-        None, description="Dtype of the parameters.  [default: the checkpoint's, if it is one of these]"
+        None, description="Dtype of the parameters.  [default: the one in config.json, or float32]"
     )
     float8: bool = Field(
         False,

@@ -124,8 +124,8 @@ class Rewards:
             self._has_warned = True
             names, record = ", ".join(function.path for function in self.functions), records[int(unrated.nonzero()[0])]
             warnings.warn(
-                f"reward: {names} returned None for {int(unrated.sum())} of {len(rewards)} completions, which are not "
-                f"trained on; the first is of the record {short(dict(record))}",
+                f"reward: {names} returned None for {int(unrated.sum())} of {len(rewards)} completions, which get the "
+                f"advantage 0; the first is of the record {short(dict(record))}",
                 stacklevel=2,
             )
         return rewards

@@ -89,7 +89,7 @@ def test_an_eos_of_another_tokenizer_is_said(tmp_path: Path, eos: Any, message: 
     told = [text for text in (str(each.message) for each in caught) if "eos_token_id" in text]
     assert len(told) == (message is not None)
     if message is not None:
-        assert f"is {token}, in the tokenizer {message}, " in told[0]
+        assert f"token {token}, in the tokenizer {message}; " in told[0]
         assert told[0].endswith(f"'<eos>': set eos_token_id to {backend.token_to_id('<eos>')}")
 
 

@@ -451,6 +451,9 @@ def test_ties_survive_assigned_states() -> None:
         given = torch.randn_like(state[name])
         model.load_state_dict({name: given}, strict=False, assign=True)
         assert model.head.weight is model.decoder.embed.weight and torch.equal(model.head.weight, given)
+    wrapper = nn.ModuleDict({"value_head": nn.Linear(2, 2), "model": model})  # whose own weights are missing
+    wrapper.load_state_dict({"model.head.weight": state["head.weight"]}, strict=False, assign=True)
+    assert torch.equal(model.decoder.embed.weight, state["head.weight"])
     model.head.weight = nn.Parameter(torch.randn_like(model.head.weight))
     kept = model.head.weight.detach().clone()
     assert model.to("cpu", torch.float64).head.weight.equal(kept.double())

@@ -205,3 +205,6 @@ def test_a_result_is_requested_by_true_or_false(value: Any) -> None:
     for name in ("return_logits", "return_last_hidden_state", "return_predicted", "return_routing"):
         with pytest.raises(InputError, match=f"{name}: must be True or False, got {value!r}"):
             model(ids, labels=ids, **{name: value})
+    for name in ("return_logits", "return_last_hidden_state", "return_routing", "return_log_kept_mass"):
+        with pytest.raises(InputError, match=f"{name}: must be True or False, got {value!r}"):
+            model.log_probs(ids, ids, **{name: value})

@@ -75,8 +75,8 @@ def test_an_epoch_smaller_than_a_step_is_said(batch_tokens: int, steps: int, bas
     outcome = fine_tune(FineTuningRecipe(**settings(base, data, **changes)), tmp_path / "out", console=output.console)
     told = [message for message in output.said if message.startswith("batch_tokens")]
     wanted = (
-        f"batch_tokens: a step takes {batch_tokens // 16} sequences, and an epoch has 1, so a step repeats them, and "
-        f"epochs (3) is {steps} steps; for one step per epoch give 16"
+        f"batch_tokens: a step takes {batch_tokens // 16} sequences, and an epoch has 1, so a step repeats them; "
+        f"with 3 epochs, steps = {steps}. Give fewer batch_tokens for steps without repeats"
     )
     assert outcome.steps == steps and told == ([wanted] if batch_tokens > 16 else [])
 
