@@ -67,7 +67,7 @@ def lines(out: Path, name: str) -> list[dict[str, Any]]:
 def command(*words: Any, code: int = 0) -> str:
     result = CliRunner().invoke(app, [*map(str, words)])
     assert result.exit_code == code, (words, result.output, result.exception)
-    return result.output
+    return result.stdout if "--json" in words and not code else result.output
 
 
 @pytest.mark.parametrize("kind, further", [("dflash", {"dpace_alpha": 0.5}), ("dspark", {"markov_rank": 8})])

@@ -61,7 +61,7 @@ def lines(out: Path, name: str) -> list[dict[str, Any]]:
 def command(*words: Any, code: int = 0) -> str:
     result = CliRunner().invoke(app, [*map(str, words)])
     assert result.exit_code == code, (words, result.output, result.exception)
-    return result.output
+    return result.stdout if "--json" in words and not code else result.output
 
 
 def test_a_run_and_what_it_writes(base: Path, data: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 import ligermodels as lm
 from ligermodels.cli import app
+from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, ConfigError, HubError, LigerModelsError
 from ligermodels.training import Console, FineTuningRecipe, MedusaRecipe, Outcome, fine_tune, fine_tuning, train_heads
 from ligermodels.training import step as training_step
@@ -426,7 +427,9 @@ def test_the_old_name_of_the_recipe_of_heads_warns() -> None:
 def test_seq_len_beyond_the_context_is_told(base: Path, tmp_path: Path, name: str) -> None:
     model = Path(shutil.copytree(base, tmp_path / "model"))
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 20}))
+    end = Tokenizer(model).backend.token_to_id("<|im_end|>")  # with another EOS than the tokenizer's there is a warning
+    changes = {"max_position_embeddings": 20, "eos_token_id": end}
+    (model / "config.json").write_text(json.dumps({**config, **changes}))
     (tmp_path / "text.txt").write_text("a text of some words, " * 400)
     for seq_len, warnings in ((40, 1), (20, 0)):
         options = {"--data": tmp_path / "text.txt", "--steps": 2, "--seq-len": seq_len, "--batch-tokens": seq_len}
