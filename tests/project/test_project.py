@@ -121,6 +121,12 @@ def test_the_wheel_works_where_it_is_installed(wheel: Path, tmp_path: Path) -> N
     assert recipe.returncode == 0 and "learning_rate" in recipe.stdout, recipe.stderr
 
 
+def test_every_test_file_has_a_name_of_its_own() -> None:
+    """pytest imports test files by name, and refuses the second of a name; `make test` leaves out some rooms."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert not {name for name in names if names.count(name) > 1}
+
+
 def test_every_version_says_the_same() -> None:
     import ligermodels
 
