@@ -105,7 +105,7 @@ _SHORT.maxlist = _SHORT.maxdict = 8
 
 
 def warn_caller(message: str, category: type[Warning]) -> None:
-    """`warnings.warn` that names the line which called the package, however many frames lie between."""
+    """`warnings.warn(message, category)` with the line that called the package, however many frames lie between."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(OWN_FILES):
         level, frame = level + 1, frame.f_back
