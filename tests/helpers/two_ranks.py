@@ -1,5 +1,6 @@
 """Tests on two or more processes with gloo, or each with a GPU."""
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -18,6 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 WORLD = 2
+LIMIT = 240
+"""Seconds for the work of all ranks."""
 
 
 def in_two_ranks(work: Callable[..., None], folder: Path, *arguments: Any) -> None:
@@ -30,7 +33,7 @@ def in_ranks(world: int, work: Callable[..., None], folder: Path, *arguments: An
     folder.mkdir(parents=True, exist_ok=True)
     for left in (folder / "rendezvous", *folder.glob("error-*")):  # of an earlier call
         left.unlink(missing_ok=True)
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + LIMIT
     start: Any = forks() if device == "cpu" else multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     with tempfile.TemporaryDirectory() as done:
         workers = [
@@ -42,21 +45,25 @@ def in_ranks(world: int, work: Callable[..., None], folder: Path, *arguments: An
                 worker.start()
             for worker in workers:
                 worker.join(max(0.0, deadline - time.monotonic()))
-            late = [rank for rank, worker in enumerate(workers) if worker.is_alive()]
+            # Before any rank is killed: the others then report that they have lost it.
+            errors = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)  # the cause comes first
+            messages = [path.read_text() for path in (*errors, *sorted(Path(done).glob("crash-*")))]
+            exits = [worker.exitcode for worker in workers]
         finally:
             for worker in workers:
                 if worker.pid is not None:
                     worker.kill()
+            for worker in workers:
+                if worker.pid is not None:
                     worker.join()
-    errors = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)  # the cause comes first
-    assert not errors, "\n".join(path.read_text() for path in errors)
-    assert not late, f"ranks {late} timed out"
-    assert [worker.exitcode for worker in workers] == [0] * world, "a rank was killed, or failed before it began"
+    outcome = f"exit codes of the ranks, None after {LIMIT} s: {exits}"
+    assert exits == [0] * world and not any(messages), "\n".join([outcome, *messages])
 
 
 def _enter(
     work: Callable[..., None], rank: int, world: int, device: str, folder: Path, done: Path, arguments: tuple[Any, ...]
 ) -> None:
+    faulthandler.enable((done / f"crash-{rank}").open("w"))
     try:
         torch.set_num_threads(1)
         rendezvous = f"file://{folder}/rendezvous"
