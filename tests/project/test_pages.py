@@ -2,17 +2,19 @@
 
 Each page runs from top to bottom, alone, on tiny models in folders of the names that it uses; only sizes and devices
 are replaced. `python` blocks are executed. Of `sh` blocks, lines that begin with `ligermodels` are executed, and other
-programs are not. `py` blocks are excerpts or need several GPUs, and are not executed. Tests of pages that need other
-packages are in tests/integrations/.
+programs are not. `py` blocks are excerpts or need several GPUs, and `shell` blocks need other packages: they are not
+executed, but the options of their `ligermodels` commands are parsed. Tests of pages that need other packages are in
+tests/integrations/.
 """
 
 import json
+import math
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import pytest
 import torch
 from chat_templates import TEXT
 from runs import with_decoder
+from typer.main import get_command
 from typer.testing import CliRunner
 from zoo import CONFIGS
 
@@ -117,6 +120,11 @@ def blocks(page: str) -> Iterator[tuple[str, str]]:
     yield from re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
+def commands(content: str) -> list[str]:
+    """The `ligermodels` command lines of a block, whole."""
+    return [line for line in content.replace("\\\n", " ").splitlines() if line.startswith("ligermodels ")]
+
+
 def pages() -> list[str]:
     """Paths of the README, the examples' README, and all pages of docs/."""
     docs = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
@@ -175,13 +183,14 @@ def run(line: str) -> None:
     words = shlex.split(line, comments=True)
     words, target = (words[: words.index(">")], words[-1]) if ">" in words else (words, None)
     sized = [name for name in SIZES if words[1 : 1 + len(name.split())] == name.split()]
-    fewer = {
-        "--steps": "2",
-        "--num-generations": "2",
-        "--max-completion-length": "8",
-        **({"--gpus": "1"} if sized else {}),
+    fewer: dict[str, Callable[[str], object]] = {
+        "--steps": lambda steps: max(2, math.ceil(int(steps) / 5000)),
+        "--decay-steps": lambda steps: math.ceil(int(steps) / 5000),
+        "--num-generations": lambda _: 2,
+        "--max-completion-length": lambda _: 8,
+        **({"--gpus": lambda _: 1} if sized else {}),
     }
-    words = [fewer.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+    words = [str(fewer.get(before, str)(word)) for before, word in zip(["", *words], words, strict=False)]
     result = CliRunner().invoke(app, [*words[1:], *(SIZES[sized[0]] if sized else [])], input="Hi\nHow are you?\n")
     assert result.exit_code == 0, (line, result.output, result.exception)
     if target is not None:
@@ -200,9 +209,8 @@ def test_a_page_runs_from_top_to_bottom(page: str, desk: Path) -> None:
             if language == "python":
                 exec(compile(content.replace('"cuda"', '"cpu"'), page, "exec"), names)
             elif language == "sh":
-                for line in content.replace("\\\n", " ").splitlines():
-                    if line.startswith("ligermodels "):
-                        run(line)
+                for line in commands(content):
+                    run(line)
     finally:
         torch.distributed.destroy_process_group()
     assert PAGES[page] <= {path.name for path in desk.iterdir()}
@@ -216,6 +224,21 @@ def test_every_page_with_code_is_run() -> None:
         if language == "python" or re.search("^ligermodels ", content, re.MULTILINE)
     }
     assert with_code <= PAGES.keys() | ELSEWHERE
+
+
+def test_the_options_of_commands_that_are_not_run_exist() -> None:
+    ligermodels: Any = get_command(app)
+    others = [content for page in pages() for language, content in blocks(page) if language != "sh"]
+    lines = [line for content in others for line in commands(content)]
+    assert len(lines) >= 3
+    for line in lines:
+        words, command = shlex.split(line)[1:], ligermodels
+        context = command.make_context("ligermodels", [*words])
+        while hasattr(command, "commands"):
+            start = next(i for i, word in enumerate(words) if word in command.commands)
+            name, command, words = command.resolve_command(context, words[start:])
+            context = command.make_context(name, [*words], parent=context)
+        assert command.name not in (None, "ligermodels")
 
 
 @pytest.mark.parametrize("page", pages())
