@@ -58,7 +58,7 @@ def cross_entropy(
         reduction: "mean" (default): the sum of the losses over the number of rows that are not ignored, or over the sum
             of their token weights times class weights (z-loss: of their token weights). If that sum is 0, so are loss
             and gradients, where torch returns nan. "sum", or "none": a loss for each row, (...).
-        token_weights: floating (...), not negative: factors of the rows' losses, without a gradient.
+        token_weights: floating (...): factors of the rows' losses, without a gradient. Not negative for "mean".
         class_weights: floating (V,): `weight` of torch's cross_entropy, also for label smoothing; without a gradient.
             The z-loss is not weighted by class, as in Liger-Kernel.
         token_scaling: multiply each row's loss, z-loss included, by the probability of its target, without a gradient.

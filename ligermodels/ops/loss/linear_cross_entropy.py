@@ -54,7 +54,7 @@ def linear_cross_entropy(
         reduction: "mean" (default): the sum of the losses over the number of rows that are not ignored, or over the sum
             of their token weights times class weights (z-loss: of their token weights); 0 if that sum is 0. "sum", or
             "none": a loss for each row, (...).
-        token_weights: floating (...), not negative: factors of the rows' losses, without a gradient.
+        token_weights: floating (...): factors of the rows' losses, without a gradient. Not negative for "mean".
         class_weights: floating (V,): `weight` of torch's cross_entropy, without a gradient; not used for the z-loss.
         token_scaling: multiply each row's loss by the probability of its target, without a gradient. This, and class
             weights beside label smoothing or a z-loss, cost one more GEMM, because the backward pass recomputes logits.

@@ -227,7 +227,20 @@ def loss_weights(
     """
     dtype, valid = torch.promote_types(dtype, torch.float32), target != ignore_index
     weights = valid.to(dtype) if token_weights is None else torch.where(valid, token_weights.detach().to(dtype), 0.0)
-    return normalised(weights, weights) if reduction == "mean" else weights
+    if reduction != "mean":
+        return weights
+    if token_weights is not None:
+        check_mean_weights(weights)
+    return normalised(weights, weights)
+
+
+def check_mean_weights(weights: Tensor) -> None:
+    """Raises InputError for a negative token weight (or NaN) of a mean; on CUDA a device-side assertion.
+
+    Over a negative sum the mean would have the sign of the loss reversed, and over a small sum any size.
+    """
+    requirement = 'must not be negative with the reduction "mean", which divides by their sum'
+    assert_async(weights >= 0, f'token_weights: {requirement}; give reduction="sum", divided by a number of tokens')
 
 
 def normalised(weights: Tensor, divisors: Tensor) -> Tensor:
