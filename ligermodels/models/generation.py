@@ -151,8 +151,8 @@ class GenerationMixin:
         """
         if drafting := sorted(options.keys() & {"draft", "tree"}):
             raise InputError(
-                f"{drafting[0]}: a step with draft heads adds several tokens, which stream does not yield; use generate, "
-                "or the heads' generate with on_tokens=function, which receives the tokens of each step"
+                f"{drafting[0]}: a step with draft heads adds several tokens, which stream does not yield; use "
+                "generate, or the heads' generate with on_tokens=function, which receives the tokens of each step"
             )
         if wrong := sorted(options.keys() & {"on_token", "streamer", "return_routing"}):
             raise InputError(f"{wrong[0]}: stream yields the tokens of each step; iterate over it, or use generate")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import ModuleType
@@ -25,6 +26,7 @@ from ligermodels.layers.sharding import reshard
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import require_type
 from ligermodels.models.native import check_native
+from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.speculative import draft_files as files
 from ligermodels.speculative.block_loss import capped
 from ligermodels.speculative.draft_projection import DraftProjection
@@ -115,6 +117,18 @@ class DraftHeadModel(MultiHeadModel):
             self.vocabulary = DraftVocabulary(tokens, self.vocab_size)
 
     # -- parts of the loss and of drafting -----------------------------------------------------------------------------
+
+    def prepare(self, first: int, inputs: Mapping[str, Any], loss_options: Mapping[str, Any]) -> PreparedBatch:
+        """`MultiHeadModel.prepare`; UserWarning if parameters of the base model wait for gradients in vain."""
+        trains = inputs["labels"] is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if trains and any(parameter.requires_grad for parameter in self.base.parameters()):
+            warnings.warn(
+                f"{self.kind}: parameters of the base model require gradients, and this loss gives them none, as it "
+                "trains the head alone; freeze them with base.requires_grad_(False), or train them by base(...).loss",
+                UserWarning,
+                stacklevel=5,
+            )
+        return super().prepare(first, inputs, loss_options)
 
     @torch.no_grad()
     def _captured(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """What state dicts of draft heads hold, and weights of tokens that the heads' means refuse."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -52,6 +53,21 @@ def test_a_state_dict_for_other_numbers_of_draft_tokens_is_refused(heads: Any, b
     whole.load_state_dict(whole.state_dict())
 
 
+@pytest.mark.parametrize("heads", HEADS)
+def test_parameters_that_the_loss_does_not_train_are_named(heads: Any) -> None:
+    model = heads.from_base(target(), vocabulary=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(IDS, labels=IDS).loss.backward()
+    lm.add_lora(model.base, r=2)  # as requires_grad_(True) of the whole model
+    with pytest.warns(UserWarning, match=f"^{model.kind}: parameters of the base model require gradients") as caught:
+        model(IDS, labels=IDS).loss.backward()
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        model(IDS, labels=IDS)
+
+
 @pytest.mark.parametrize("heads", [*HEADS, lm.MTPModel, lm.MedusaModel])
 def test_a_mean_of_heads_by_negative_weights_is_refused(heads: Any, base: lm.CausalLM) -> None:
     model = heads.from_base(base)
@@ -62,3 +78,9 @@ def test_a_mean_of_heads_by_negative_weights_is_refused(heads: Any, base: lm.Cau
     assert total.isfinite()
     if heads in (lm.Eagle3Model, lm.MTPModel, lm.MedusaModel):
         torch.testing.assert_close(model(IDS, labels=IDS, token_weights=weights, num_items_in_batch=4).loss, total / 4)
+
+
+@pytest.mark.parametrize("heads", [*HEADS, lm.MedusaModel])
+def test_a_folder_in_place_of_the_base_model_is_named(heads: Any) -> None:
+    with pytest.raises(InputError, match="base: takes a native CausalLM, got a str"):
+        heads.from_pretrained("base/", "head/")
