@@ -93,7 +93,7 @@ def linear_cross_entropy(
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     head = checked_head(
         "linear_cross_entropy", hidden, weight, target, bias, options, memory_budget=memory_budget,
-        num_targets=num_targets, reduction=reduction if class_weights is None else "none", token_weights=token_weights,
+        num_targets=num_targets, reduction=reduction, token_weights=token_weights, divided=class_weights is None,
     )  # fmt: skip
     returns_more = return_rank or return_z_loss or return_predicted
     if returns_more or class_weights is not None or token_scaling or head.shard is not None:

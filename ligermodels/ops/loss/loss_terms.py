@@ -20,7 +20,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, RowOutputs, check_mean_weights, normalised
+from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, RowOutputs, normalised
 
 
 class LossWeights(NamedTuple):
@@ -39,7 +39,7 @@ def term_weights(weights: Tensor, target: Tensor, class_weights: Tensor | None, 
     """The weights of the terms of the loss.
 
     Args:
-        weights: the `loss_weights` (...); with class weights those of the reduction "none".
+        weights: the `loss_weights` (...); with class weights not `divided`.
         target: int64 (...), checked.
         class_weights: (V,), the dtype of the weights, or None for ones.
         reduction: "mean", "sum" or "none".
@@ -49,7 +49,6 @@ def term_weights(weights: Tensor, target: Tensor, class_weights: Tensor | None, 
     products = weights * class_weights[target.clamp(0, len(class_weights) - 1)]  # ignored rows have no class
     if reduction != "mean":
         return LossWeights(products, weights, weights)
-    check_mean_weights(weights)
     return LossWeights(normalised(products, products), normalised(weights, products), normalised(weights, weights))
 
 
