@@ -17,6 +17,7 @@ from ligermodels.layers.packing import document_of
 from ligermodels.layers.tokens import SelectedTokens, TokenLayout, Tokens, token_layout
 from ligermodels.ops.loss.linear_head import SKIP_BELOW
 from ligermodels.ops.loss.sampler import is_temperature
+from ligermodels.ops.loss.token_losses import check_mean_weights
 from ligermodels.ops.runtime.checks import assert_async, check_plain, check_same_tokens
 from ligermodels.ops.runtime.dispatch import checked_on_host, is_recording
 from ligermodels.ops.runtime.library import is_fake
@@ -276,7 +277,8 @@ class Targets:
             )
         weights = (targets != IGNORE_INDEX).to(torch.promote_types(dtype, torch.float32))
         if token_weights is not None:
-            weights = weights * token_weights
+            weights = torch.where(weights > 0, token_weights.to(weights), 0.0)
+            check_mean_weights(weights)
         if class_weights is not None:
             weights = weights * class_weights[targets.clamp(min=0)]
         total = self.layout.sum(weights.sum())

@@ -28,11 +28,11 @@ from ligermodels.models.inputs import requested_returns
 from ligermodels.models.output import CausalLMOutput
 from ligermodels.models.passes import ModelInputs, in_mode_of_model, output_of, run_decoder
 from ligermodels.models.routing import with_router_loss
-from ligermodels.models.transformers_tools import ADVICE
+from ligermodels.models.transformers_tools import NativeModel
 from ligermodels.models.untie import EMBEDDING, HEAD
 
 
-class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
+class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, NativeModel, RefusesDropout):
     """A decoder-only language model.
 
     `config` is the composed config. `export_spec` says which Hugging Face checkpoint the model goes back out as
@@ -55,12 +55,6 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, RefusesDropout):
         self.register_load_state_dict_post_hook(_after_loading)
         self.reset_parameters()
         self.train(self.decoder.training)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError as error:
-            raise AttributeError(f"{error}; {ADVICE}") from None
 
     @property
     def _weight_to_tie(self) -> Any:

@@ -149,6 +149,11 @@ class GenerationMixin:
             >>> for token in model.stream(input_ids, max_new_tokens=64):
             ...     print(token.tolist())
         """
+        if drafting := sorted(options.keys() & {"draft", "tree"}):
+            raise InputError(
+                f"{drafting[0]}: a step with draft heads adds several tokens, which stream does not yield; use "
+                "generate, or the heads' generate with on_tokens=function, which receives the tokens of each step"
+            )
         if wrong := sorted(options.keys() & {"on_token", "streamer", "return_routing"}):
             raise InputError(f"{wrong[0]}: stream yields the tokens of each step; iterate over it, or use generate")
         return stream(cast(DecodingModel, self), input_ids, **self._options(max_new_tokens, renamed_options(options)))

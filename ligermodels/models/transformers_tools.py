@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import FrozenInstanceError
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+from torch import nn
 
 from ligermodels.errors import InputError
 
@@ -12,6 +14,10 @@ ADVICE = (
     "a native model is no transformers model; for Trainer, TRL, PEFT, pipelines and lm-evaluation-harness, give "
     "ligermodels.integrations.wrap(model)"
 )
+GENERATION_CONFIG = {
+    "generation_config": "give the options to generate, by name or as its generation_config; a checkpoint has defaults "
+    "in generation_config.json"
+}
 Config = TypeVar("Config")
 
 
@@ -35,3 +41,31 @@ def native_config(config: type[Config]) -> type[Config]:
     config.get_text_config = refuse  # type: ignore[attr-defined]
     config.__setattr__ = set_attribute  # type: ignore[assignment,method-assign]
     return config
+
+
+class RefusesForeignNames(nn.Module):
+    """A module on which attributes of transformers' models, which it would not read, cannot be set."""
+
+    foreign: ClassVar[Mapping[str, str]] = GENERATION_CONFIG
+    """Names of such attributes -> what to do instead."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.foreign:
+            raise AttributeError(f"{name}: would have no effect on a native model; {self.foreign[name]}")
+        super().__setattr__(name, value)
+
+
+class NativeModel(RefusesForeignNames):
+    """A native model in place of a transformers model: errors for attributes of the latter say what to use instead."""
+
+    foreign: ClassVar[Mapping[str, str]] = {
+        **GENERATION_CONFIG,
+        "lm_head": "the head is model.head",
+        "loss_function": "compute a loss of your own from model(input_ids).logits, or from model.log_probs",
+    }
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise AttributeError(f"{error}; {self.foreign.get(name, ADVICE)}") from None

@@ -24,6 +24,7 @@ from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.ops import block_context_attention
 from ligermodels.ops.attention.block_context import context_starts
+from ligermodels.ops.loss.token_losses import check_mean_weights
 from ligermodels.ops.runtime.checks import check_plain
 from ligermodels.speculative import block_formats as formats
 from ligermodels.speculative.block_drafter import BlockDrafter
@@ -269,6 +270,8 @@ class BlockDraftModel(DraftHeadModel):
         options, drafted = self.training_options, self._drafted(row, blocks)
         mask, wide = blocks.targets != IGNORE_INDEX, torch.promote_types(row.last.dtype, torch.float32)
         factors = mask.to(wide) if token_weights is None else torch.where(mask, token_weights.to(wide), 0.0)
+        if token_weights is not None and reduction == "mean" and items is None:
+            check_mean_weights(factors)
         slots = options.slot_weights_on(mask.device, wide, self.num_heads)
         weights = factors * slots
         code_weight = None if self.head.markov is None else self.head.markov.w2.weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import ModuleType
@@ -25,6 +26,7 @@ from ligermodels.layers.sharding import reshard
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import require_type
 from ligermodels.models.native import check_native
+from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.speculative import draft_files as files
 from ligermodels.speculative.block_loss import capped
 from ligermodels.speculative.draft_projection import DraftProjection
@@ -33,6 +35,9 @@ from ligermodels.speculative.head_files import allocated, save_alone
 from ligermodels.speculative.multi_head import MultiHeadModel
 
 Model = TypeVar("Model", bound="DraftHeadModel")
+
+TOKENS = "vocabulary.tokens"
+"""Name in state dicts of the tokens that the head can propose, if these are not all tokens."""
 
 
 class DraftHeadModel(MultiHeadModel):
@@ -87,7 +92,43 @@ class DraftHeadModel(MultiHeadModel):
         """Number of tokens of the base model that the head was made for."""
         return self.vocabulary.vocab_size
 
+    # A state dict has the draft tokens: weights of other tokens have the same shapes.
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self.vocabulary.is_whole:
+            destination[prefix + TOKENS] = self.vocabulary.tokens
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        lists = missing_keys, unexpected_keys, error_msgs
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+        key = prefix + TOKENS
+        if key not in state_dict:
+            missing_keys.extend([key] * (not self.vocabulary.is_whole))
+            return
+        unexpected_keys[:] = [name for name in unexpected_keys if name != key]
+        tokens = state_dict[key].cpu()
+        if len(tokens) != len(self.vocabulary):
+            error_msgs.append(f"{key}: has {len(tokens)} draft tokens, and this head has {len(self.vocabulary)}")
+        elif not torch.equal(tokens, self.vocabulary.tokens):
+            self.vocabulary = DraftVocabulary(tokens, self.vocab_size)
+
     # -- parts of the loss and of drafting -----------------------------------------------------------------------------
+
+    def prepare(self, first: int, inputs: Mapping[str, Any], loss_options: Mapping[str, Any]) -> PreparedBatch:
+        """`MultiHeadModel.prepare`; UserWarning if parameters of the base model wait for gradients in vain."""
+        trains = inputs["labels"] is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if trains and any(parameter.requires_grad for parameter in self.base.parameters()):
+            warnings.warn(
+                f"{self.kind}: parameters of the base model require gradients, and this loss gives them none, as it "
+                "trains the head alone; freeze them with base.requires_grad_(False), or train them by base(...).loss",
+                UserWarning,
+                stacklevel=5,
+            )
+        return super().prepare(first, inputs, loss_options)
 
     @torch.no_grad()
     def _captured(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,7 @@ from ligermodels.models.extra_heads import EAGLE_TYPE
 from ligermodels.models.inputs import check_boundaries
 from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
+from ligermodels.ops.loss.token_losses import check_mean_weights
 from ligermodels.speculative import eagle3_formats as formats
 from ligermodels.speculative.block_training import check_divergence
 from ligermodels.speculative.draft_head import DraftHeadModel
@@ -212,6 +213,8 @@ class Eagle3Model(DraftHeadModel):
         if token_weights is not None:
             shifted = [following(targets.shifted(token_weights.detach(), k), -1 - k) for k in steps]
             weights = torch.where(mask, torch.stack(shifted, dim=2).to(weights), 0.0)
+            if reduction == "mean" and items is None:
+                check_mean_weights(weights)
         sums = weights.sum((0, 1)) if reduction == "mean" else torch.ones_like(weights[0, 0])
         divisors = sums if items is None else items.to(sums)
         divided = weights / divisors.masked_fill(divisors == 0, 1)

@@ -323,6 +323,7 @@ class MedusaModel(MultiHeadModel):
             >>> medusa = lm.MedusaModel.from_pretrained(model, "FasterDecoding/medusa-vicuna-7b-v1.3")
             >>> medusa.generate([[1, 5, 9]], max_new_tokens=64)
         """
+        check_native(base, "base")
         check_decay(decay)
         path = heads_folder(folder)
         require_type(config_of_heads(path), MEDUSA_TYPE, path)

@@ -21,6 +21,7 @@ from ligermodels.layers.targets import count_targets
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import RefusesDropout
 from ligermodels.models.prepared_batch import PreparedBatch, prepare_batch
+from ligermodels.models.transformers_tools import RefusesForeignNames
 from ligermodels.speculative.decoding import SpeculativeOutput, speculative_generate
 from ligermodels.speculative.drafting import Drafter
 from ligermodels.speculative.output import MultiHeadOutput
@@ -28,7 +29,7 @@ from ligermodels.speculative.rules import SHAPING
 from ligermodels.speculative.tree import DynamicTree, Tree, chain
 
 
-class MultiHeadModel(RefusesDropout):
+class MultiHeadModel(RefusesForeignNames, RefusesDropout):
     """Base class of models with K draft heads. Head i (from 0) at position t predicts token t + 2 + i.
 
     Subclasses (`MedusaModel`, `MTPModel`) implement the methods that raise NotImplementedError here.

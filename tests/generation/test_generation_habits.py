@@ -275,6 +275,30 @@ def test_ids_of_any_kind(pair: tuple[Any, lm.CausalLM]) -> None:
         lm.MedusaModel.from_base(pair[1], num_heads=1).generate([5, 6], 4, tree=3)
 
 
+FOREIGN = {
+    "generation_config": GenerationConfig(max_new_tokens=1),
+    "lm_head": torch.nn.Linear(2, 2),
+    "loss_function": max,
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_attributes_of_transformers_models_are_not_set_without_effect(pair: tuple[Any, lm.CausalLM], name: str) -> None:
+    models = [pair[1]] if name != "generation_config" else [pair[1], lm.MedusaModel.from_base(pair[1], num_heads=1)]
+    for model in models:
+        with pytest.raises(AttributeError, match=f"^{name}: would have no effect on a native model; "):
+            setattr(model, name, FOREIGN[name])
+        assert not hasattr(model, name)
+    with pytest.raises(AttributeError, match="give the options to generate"):
+        pair[1].generation_config.pad_token_id = 0
+
+
+@pytest.mark.parametrize("name", ["draft", "tree"])
+def test_streams_have_no_draft_heads(pair: tuple[Any, lm.CausalLM], name: str) -> None:
+    with pytest.raises(InputError, match=f"^{name}: a step with draft heads adds several tokens"):
+        pair[1].stream([[5, 6]], max_new_tokens=2, **{name: lm.MedusaModel.from_base(pair[1], num_heads=1)})
+
+
 def test_what_a_processor_returns_is_checked(pair: tuple[Any, lm.CausalLM]) -> None:
     with pytest.raises(InputError, match=r"logits_processor\[0\]: must return scores \(2, 131\), got NoneType"):
         pair[1].generate(IDS, logits_processor=[lambda ids, scores: None])

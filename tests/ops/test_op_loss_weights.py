@@ -73,3 +73,28 @@ def test_a_graph_keeps_the_check(kernels_device: torch.device) -> None:
     compiled = torch.compile(rank, backend=aot_autograd(fw_compiler=backend), fullgraph=True)
     compiled(torch.randn(3, 9, device=kernels_device), torch.tensor([1, 8, -100], device=kernels_device))
     assert any("loss_weights" in name for name in found)
+
+
+def losses(op: str, token_weights: torch.Tensor, **options: Any) -> Any:
+    hidden, weight, target = torch.randn(6, 8), torch.randn(9, 8), torch.tensor([1, 2, -100, 4, 0, 8])
+    if op == "linear_distillation":
+        return ops.linear_distillation(
+            hidden, weight, hidden, weight, target >= 0, token_weights=token_weights, **options
+        )
+    inputs = (hidden @ weight.T, target) if op == "cross_entropy" else (hidden, weight, target)
+    return getattr(ops, op)(*inputs, token_weights=token_weights, **options)
+
+
+@pytest.mark.parametrize("bad", [-0.5, torch.nan])
+@pytest.mark.parametrize("op", ["cross_entropy", "linear_cross_entropy", "linear_distillation", "class weights"])
+def test_a_mean_by_negative_weights_is_refused(op: str, bad: float) -> None:
+    """Weights below 0, such as advantages, would turn the sign of a mean, which is divided by their sum."""
+    options: dict[str, Any] = {"class_weights": torch.rand(9)} if op == "class weights" else {}
+    op = "cross_entropy" if options else op
+    weights = torch.tensor([1.0, 1.0, -1.0, 1.0, bad, 1.0])
+    with pytest.raises(InputError, match='token_weights: must not be negative with the reduction "mean"'):
+        losses(op, weights, **options)
+    for reduction in ("sum", "none"):
+        losses(op, weights, reduction=reduction, **options)
+    weights[4] = 0.0
+    assert losses(op, weights, **options).isfinite()  # an ignored row may have any weight

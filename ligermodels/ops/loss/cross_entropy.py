@@ -58,7 +58,7 @@ def cross_entropy(
         reduction: "mean" (default): the sum of the losses over the number of rows that are not ignored, or over the sum
             of their token weights times class weights (z-loss: of their token weights). If that sum is 0, so are loss
             and gradients, where torch returns nan. "sum", or "none": a loss for each row, (...).
-        token_weights: floating (...), not negative: factors of the rows' losses, without a gradient.
+        token_weights: floating (...): factors of the rows' losses, without a gradient. Not negative for "mean".
         class_weights: floating (V,): `weight` of torch's cross_entropy, also for label smoothing; without a gradient.
             The z-loss is not weighted by class, as in Liger-Kernel.
         token_scaling: multiply each row's loss, z-loss included, by the probability of its target, without a gradient.
@@ -94,10 +94,10 @@ def cross_entropy(
     _TENSORS.check("cross_entropy", logits, target, token_weights)
     options.check("cross_entropy", reduction)
     V = logits.shape[-1] if shard is None else shard.num_classes
-    row_reduction = reduction
+    divided = class_weights is None
     if class_weights is not None:
-        class_weights, row_reduction = checked_class_weights("cross_entropy", class_weights, V, logits), "none"
-    target, row_weights = checked_loss_weights(target, V, ignore_index, row_reduction, token_weights, logits.dtype)
+        class_weights = checked_class_weights("cross_entropy", class_weights, V, logits)
+    target, row_weights = checked_loss_weights(target, V, ignore_index, reduction, token_weights, logits.dtype, divided)
     weights = term_weights(row_weights, target, class_weights, reduction)
     fused = shard is None and has_one_weight(options, class_weights, token_scaling)
     terms = LossTerms(options, class_weights, token_scaling, fused)
@@ -133,11 +133,10 @@ def cross_entropy_reference(
     """
     loss_options = LossOptions(**options)
     check_targets(target, logits.shape[-1], loss_options.ignore_index)
-    row_reduction = reduction
+    divided = class_weights is None
     if class_weights is not None:
-        row_reduction = "none"
         class_weights = checked_class_weights("cross_entropy", class_weights, logits.shape[-1], logits)
-    row_weights = loss_weights(target, loss_options.ignore_index, row_reduction, token_weights, logits.dtype)
+    row_weights = loss_weights(target, loss_options.ignore_index, reduction, token_weights, logits.dtype, divided)
     weights = term_weights(row_weights, target, class_weights, reduction)
     fused = has_one_weight(loss_options, class_weights, token_scaling)
     terms = LossTerms(loss_options, class_weights, token_scaling, fused)

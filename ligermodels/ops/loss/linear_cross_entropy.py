@@ -54,7 +54,7 @@ def linear_cross_entropy(
         reduction: "mean" (default): the sum of the losses over the number of rows that are not ignored, or over the sum
             of their token weights times class weights (z-loss: of their token weights); 0 if that sum is 0. "sum", or
             "none": a loss for each row, (...).
-        token_weights: floating (...), not negative: factors of the rows' losses, without a gradient.
+        token_weights: floating (...): factors of the rows' losses, without a gradient. Not negative for "mean".
         class_weights: floating (V,): `weight` of torch's cross_entropy, without a gradient; not used for the z-loss.
         token_scaling: multiply each row's loss by the probability of its target, without a gradient. This, and class
             weights beside label smoothing or a z-loss, cost one more GEMM, because the backward pass recomputes logits.
@@ -93,7 +93,7 @@ def linear_cross_entropy(
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     head = checked_head(
         "linear_cross_entropy", hidden, weight, target, bias, options, memory_budget=memory_budget,
-        num_targets=num_targets, reduction=reduction if class_weights is None else "none", token_weights=token_weights,
+        num_targets=num_targets, reduction=reduction, token_weights=token_weights, divided=class_weights is None,
     )  # fmt: skip
     returns_more = return_rank or return_z_loss or return_predicted
     if returns_more or class_weights is not None or token_scaling or head.shard is not None:

@@ -78,7 +78,7 @@ def linear_distillation(
         temperature: positive divisor of the effective logits of both sides. Default: 1.
         reduction: "mean" (default): the sum of the divergences over the number of tokens of the mask, or over the sum
             of their token weights; 0 if that sum is 0. "sum", or "none": a divergence for each token, (...).
-        token_weights: floating (...), not negative: factors of the tokens' divergences, without a gradient.
+        token_weights: floating (...): factors of the tokens' divergences, without a gradient. Not negative for "mean".
         softcap: positive: the student's logits become softcap * tanh(logits / softcap). Default: no cap.
         logit_scale: positive factor of the student's logits, before the softcap. Default: 1.
         teacher_softcap: the softcap of the teacher's logits. Default: no cap.

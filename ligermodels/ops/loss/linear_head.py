@@ -134,6 +134,7 @@ class LinearHead(NamedTuple):
 def checked_head(
     op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: LossOptions, *,
     memory_budget: int, num_targets: int | None, reduction: Reduction = "none", token_weights: Tensor | None = None,
+    divided: bool = True,
 ) -> LinearHead:  # fmt: skip
     """Checks the arguments of an op, casts them under autocast, and selects the rows with targets.
 
@@ -148,6 +149,7 @@ def checked_head(
         num_targets: the number of targets that are not ignored, or None.
         reduction: "mean", "sum" or "none".
         token_weights: floating (...), or None.
+        divided: see `loss_weights`.
 
     Raises:
         InputError: a shape, dtype, device or value does not fit.
@@ -163,7 +165,7 @@ def checked_head(
     check_memory_budget(op, memory_budget)
     num_classes = len(weight) if shard is None else shard.num_classes
     target, loss_weights = checked_loss_weights(
-        target, num_classes, options.ignore_index, reduction, token_weights, hidden.dtype
+        target, num_classes, options.ignore_index, reduction, token_weights, hidden.dtype, divided
     )
     selection = select_rows(target != options.ignore_index, num_targets, "num_targets")
     if selection is not None:

@@ -12,14 +12,7 @@ from ligermodels.ops.loss.chunks import keep_gradients
 from ligermodels.ops.loss.linear_head import LinearHead, LinearLoss
 from ligermodels.ops.loss.linear_statistics import linear_rows, linear_statistics
 from ligermodels.ops.loss.loss_terms import LossTerms, has_one_weight, term_weights
-from ligermodels.ops.loss.token_losses import (
-    LogitRows,
-    LossOptions,
-    Reduction,
-    check_reduction,
-    checked_class_weights,
-    with_extras,
-)
+from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, Reduction, checked_class_weights, with_extras
 
 
 def linear_loss_terms(
@@ -29,7 +22,7 @@ def linear_loss_terms(
     """The loss, or a tuple of the loss and the requested results: ranks, z-loss, predicted classes.
 
     Args:
-        head: the checked arguments of `linear_cross_entropy`; with class weights of the reduction "none".
+        head: the checked arguments of `linear_cross_entropy`; with class weights, its loss weights are not divided.
         options: the options of the loss.
         reduction: "mean", "sum" or "none".
         class_weights: floating (V,), or None.
@@ -39,7 +32,6 @@ def linear_loss_terms(
         return_predicted: whether the predicted classes are returned.
     """
     if class_weights is not None:
-        check_reduction("linear_cross_entropy", reduction)
         class_weights = checked_class_weights("linear_cross_entropy", class_weights, head.num_classes, head.hidden)
     fused, reduced = has_one_weight(options, class_weights, token_scaling), reduction != "none"
     weights = term_weights(head.loss_weights, head.target, class_weights, reduction)

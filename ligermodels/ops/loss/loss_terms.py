@@ -39,7 +39,7 @@ def term_weights(weights: Tensor, target: Tensor, class_weights: Tensor | None, 
     """The weights of the terms of the loss.
 
     Args:
-        weights: the `loss_weights` (...); with class weights those of the reduction "none".
+        weights: the `loss_weights` (...); with class weights not `divided`.
         target: int64 (...), checked.
         class_weights: (V,), the dtype of the weights, or None for ones.
         reduction: "mean", "sum" or "none".

@@ -180,7 +180,7 @@ class RowGradients(NamedTuple):
 
 def checked_loss_weights(
     target: Tensor, num_classes: int, ignore_index: int, reduction: Reduction, token_weights: Tensor | None,
-    dtype: torch.dtype,
+    dtype: torch.dtype, divided: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Checks the targets (`check_targets`) and computes their `loss_weights`, in one op.
 
@@ -193,29 +193,32 @@ def checked_loss_weights(
         reduction: "mean", "sum" or "none".
         token_weights: floating (...), or None.
         dtype: the dtype of the logits or hidden states.
+        divided: see `loss_weights`.
 
     Returns:
         A contiguous copy of the targets, and the weights, contiguous and without a gradient.
     """
     tokens, dtype = None if token_weights is None else token_weights.detach(), torch.promote_types(dtype, torch.float32)
-    return cast("tuple[Tensor, Tensor]", _loss_weights(target, tokens, num_classes, ignore_index, reduction, dtype))
+    arguments = target, tokens, num_classes, ignore_index, reduction, dtype, divided
+    return cast("tuple[Tensor, Tensor]", _loss_weights(*arguments))
 
 
 @custom_op()
 def _loss_weights(
     target: Tensor, token_weights: Tensor | None, num_classes: int, ignore_index: int, reduction: str,
-    dtype: torch.dtype,
+    dtype: torch.dtype, divided: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if is_fake(target):
         return empty_like(target), target.new_empty(target.shape, dtype=dtype)
     check_targets(target, num_classes, ignore_index)
-    weights = loss_weights(target, ignore_index, reduction, token_weights, dtype)
+    weights = loss_weights(target, ignore_index, reduction, token_weights, dtype, divided)
     return target.clone(memory_format=torch.contiguous_format), weights.contiguous()
 
 
 def loss_weights(
-    target: Tensor, ignore_index: int, reduction: str, token_weights: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+    target: Tensor, ignore_index: int, reduction: str, token_weights: Tensor | None, dtype: torch.dtype,
+    divided: bool = True,
+) -> Tensor:  # fmt: skip
     """The weight of each row in the reduced loss, for targets that have been checked; 0 for ignored rows.
 
     Args:
@@ -224,10 +227,22 @@ def loss_weights(
         reduction: "mean" divides the weights by their sum; "sum" and "none" divide by nothing.
         token_weights: floating (...), or None for ones.
         dtype: the dtype of the logits or hidden states; the weights are at least float32.
+        divided: False: "mean" divides by nothing either, as the caller does, after factors of its own.
     """
     dtype, valid = torch.promote_types(dtype, torch.float32), target != ignore_index
     weights = valid.to(dtype) if token_weights is None else torch.where(valid, token_weights.detach().to(dtype), 0.0)
-    return normalised(weights, weights) if reduction == "mean" else weights
+    if reduction == "mean" and token_weights is not None:
+        check_mean_weights(weights)
+    return normalised(weights, weights) if reduction == "mean" and divided else weights
+
+
+def check_mean_weights(weights: Tensor) -> None:
+    """Raises InputError for a negative token weight (or NaN) of a mean; on CUDA a device-side assertion.
+
+    Over a negative sum the mean would have the sign of the loss reversed, and over a small sum any size.
+    """
+    requirement = 'must not be negative with the reduction "mean", which divides by their sum'
+    assert_async(weights >= 0, f'token_weights: {requirement}; give reduction="sum", divided by a number of tokens')
 
 
 def normalised(weights: Tensor, divisors: Tensor) -> Tensor:

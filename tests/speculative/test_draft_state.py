@@ -1,0 +1,86 @@
+"""What state dicts of draft heads hold, and weights of tokens that the heads' means refuse."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from test_eagle3 import ids_of, target
+
+import ligermodels as lm
+from ligermodels.errors import InputError
+from ligermodels.speculative.draft_vocabulary import DraftVocabulary
+
+HEADS: list[Any] = [lm.Eagle3Model, lm.DFlashModel, lm.DSparkModel]
+IDS = ids_of(12)
+
+
+@pytest.fixture(scope="module")
+def base() -> lm.CausalLM:
+    return target()
+
+
+def of_tokens(heads: Any, base: lm.CausalLM, tokens: list[int] | None) -> Any:
+    size = base.config.vocab_size
+    return heads.from_base(base, vocabulary=None if tokens is None else DraftVocabulary(torch.tensor(tokens), size))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_a_state_dict_has_the_draft_tokens(heads: Any, base: lm.CausalLM) -> None:
+    """The weights for other tokens have the same shapes, and propose other tokens."""
+    model, other = of_tokens(heads, base, [1, 4, 5, 9]), of_tokens(heads, base, [0, 4, 6, 9])
+    state = model.state_dict()
+    with torch.no_grad():
+        wanted = model(IDS, labels=IDS).loss
+        assert not torch.equal(other(IDS, labels=IDS).loss, wanted)
+        other.load_state_dict(state)
+        assert torch.equal(other(IDS, labels=IDS).loss, wanted)
+    assert other.vocabulary.tokens.tolist() == [1, 4, 5, 9]
+    state.pop("vocabulary.tokens")
+    with pytest.raises(RuntimeError, match=r"Missing key.*vocabulary\.tokens"):
+        other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_a_state_dict_for_other_numbers_of_draft_tokens_is_refused(heads: Any, base: lm.CausalLM) -> None:
+    model, fewer, whole = (of_tokens(heads, base, tokens) for tokens in ([1, 4, 5, 9], [1, 4, 5], None))
+    for other in (fewer, whole):
+        with pytest.raises(RuntimeError, match=r"vocabulary\.tokens: has 4 draft tokens"):
+            other.load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match=r"Missing key.*vocabulary\.tokens"):
+        model.load_state_dict(whole.state_dict())
+    assert "vocabulary.tokens" not in whole.state_dict()
+    whole.load_state_dict(whole.state_dict())
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_parameters_that_the_loss_does_not_train_are_named(heads: Any) -> None:
+    model = heads.from_base(target(), vocabulary=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(IDS, labels=IDS).loss.backward()
+    lm.add_lora(model.base, r=2)  # as requires_grad_(True) of the whole model
+    with pytest.warns(UserWarning, match=f"^{model.kind}: parameters of the base model require gradients") as caught:
+        model(IDS, labels=IDS).loss.backward()
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        model(IDS, labels=IDS)
+
+
+@pytest.mark.parametrize("heads", [*HEADS, lm.MTPModel, lm.MedusaModel])
+def test_a_mean_of_heads_by_negative_weights_is_refused(heads: Any, base: lm.CausalLM) -> None:
+    model = heads.from_base(base)
+    weights = torch.linspace(-1, 1, IDS.numel()).view_as(IDS)
+    with pytest.raises(InputError, match='token_weights: must not be negative with the reduction "mean"'):
+        model(IDS, labels=IDS, token_weights=weights)
+    total = model(IDS, labels=IDS, token_weights=weights, reduction="sum").loss
+    assert total.isfinite()
+    if heads in (lm.Eagle3Model, lm.MTPModel, lm.MedusaModel):
+        torch.testing.assert_close(model(IDS, labels=IDS, token_weights=weights, num_items_in_batch=4).loss, total / 4)
+
+
+@pytest.mark.parametrize("heads", [*HEADS, lm.MedusaModel])
+def test_a_folder_in_place_of_the_base_model_is_named(heads: Any) -> None:
+    with pytest.raises(InputError, match="base: takes a native CausalLM, got a str"):
+        heads.from_pretrained("base/", "head/")
