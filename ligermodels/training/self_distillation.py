@@ -141,6 +141,11 @@ class SelfDistillation:
         prompts = {index: prompt for index, prompt in prompts.items() if prompt}
         if not prompts:
             return {}
+        for index, prompt in prompts.items():
+            try:
+                self.documents.check_ids(prompt)
+            except InputError as error:
+                raise InputError(f"{self.documents.name(index)}: {error}") from None
         options = {**self._options, "eos_token_id": list(ends) or None}
         rows = self._model.generate(list(prompts.values()), self._max_new_tokens, **options)
         longest = max(map(len, prompts.values()))
