@@ -66,7 +66,8 @@ class Target:
     def of(cls, model: DraftHeadModel, base_model: str | None) -> Target:
         """The base model of `model`, with the name of `name_of_base`; InputError if it has none."""
         spec = model.base.export_spec
-        if (name := name_of_base(base_model, spec)) is None:
+        name = "" if base_model == "" else name_of_base(base_model, spec)  # "" is a base model without a name
+        if name is None:
             raise InputError("base_model: config.json names the base model; give its folder or hub id")
         config = {} if spec is None else spec.hf_config
         names = (config.get("architectures") or [family_of(config).causal_lm]) if config else []
