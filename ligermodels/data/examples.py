@@ -120,8 +120,8 @@ class Examples(Documents):
         return records
 
     def _encoded(self, record: Record) -> Tokens:
-        is_text = isinstance(record, Completion)
-        ids, labels = self.encoder.completion(record) if is_text else self.encoder.chat(*record)
+        encode = self.encoder
+        ids, labels = encode.completion(record) if isinstance(record, Completion) else encode.chat(*record)
         self.check_ids(ids)
         return Tokens(ids, labels, splits=False)
 
