@@ -126,6 +126,26 @@ def test_what_does_not_fit_is_named(base: Path, data: Path, tmp_path: Path) -> N
         assert get_args(recipe.model_fields["divergence"].annotation) == get_args(Divergence)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "settings", "message"),
+    [
+        (DFlashRecipe, {"divergence": "forward_kl"}, r"divergence: has the weight 0 \(divergence_weight\)"),
+        (DSparkRecipe, {"divergence": "forward_kl", "divergence_weight": 0.0}, "divergence: has the weight 0"),
+        (DSparkRecipe, {"markov_rank": 0, "markov_head_type": "rnn"}, "markov_head_type: is for a Markov head, and"),
+        (DSparkRecipe, {"confidence": False, "confidence_weight": 2.0}, "confidence_weight: is for confidence, which"),
+        (DSparkRecipe, {"confidence": False, "confidence_with_markov": False}, "confidence_with_markov: is for conf"),
+        (DSparkRecipe, {"markov_rank": 0, "confidence_with_markov": False}, "confidence_with_markov: is for conf"),
+        (DSparkRecipe, {"confidence": False, "ce_weight": 0.0, "divergence_weight": 0.0}, "nothing trains the head"),
+    ],
+)
+def test_a_setting_of_a_part_that_the_head_lacks_is_refused(
+    recipe: type[DSparkRecipe], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        recipe().changed(settings)
+    assert recipe().changed({"divergence": "forward_kl", "divergence_weight": 0.5}).divergence == "forward_kl"
+
+
 @pytest.mark.parametrize("kind", TRAIN)
 def test_shipped_recipes(kind: str, base: Path, data: Path, tmp_path: Path) -> None:
     """Their settings are those published, which are also the defaults; and they train, smaller."""
