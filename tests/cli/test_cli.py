@@ -490,24 +490,6 @@ def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, text=True, **pipes)
 
 
-@pytest.mark.parametrize(
-    ("closed", "command", "code", "out", "err"),
-    [
-        (0, ("generate", "--device", "cpu"), 1, "", "prompt 1 is empty"),
-        (1, ("info",), 0, "", ""),
-        (2, ("info",), 0, "model type", ""),
-    ],
-)
-def test_a_process_with_a_closed_stream(
-    checkpoint: Path, closed: int, command: tuple[str, ...], code: int, out: str, err: str
-) -> None:
-    """As by `<&-` or `>&-`, and in some daemons: Python has None in place of the stream."""
-    process = start(command[0], checkpoint, *command[1:], preexec_fn=lambda: os.close(closed), stdin=None)
-    printed = process.communicate()
-    assert process.returncode == code
-    assert out in printed[0] and err in printed[1] and "Traceback" not in printed[1]
-
-
 def test_a_process_off_a_terminal(checkpoint: Path, tmp_path: Path) -> None:
     """Without control characters; and without torch where it is not needed, which takes seconds to import."""
     code = "import sys, ligermodels.cli; assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)"
