@@ -213,9 +213,10 @@ def test_the_commands(kind: str, profile: str, shape: list[Any], base: Path, dat
         assert "holds heads and no model" in command("generate", folder, "--prompt", "x", code=1)
         with pytest.raises(ConfigError, match=r"head, without a model: open their base model.*D(Flash|Spark)Model"):
             lm.from_pretrained(folder)
-    scored = ["--max-new-tokens", 4, "--seq-len", 128, "--device", "cpu", "--json"]
+    scored = ["--seq-len", 128, "--device", "cpu", "--json"]
     found = json.loads(command(kind, "eval", base, head, "--validation-of", head, "--prompts", 0, *scored))
     assert len(found["acceptance"]) == len(found["agreement"]) == 2
-    command(kind, "eval", base, head, "--data", data, "--prompts", 4, "--max-bad-lines", 1, *scored[:-1])
+    decoded = ["--prompts", 4, "--max-new-tokens", 4, "--max-bad-lines", 1, *scored[:-1]]
+    command(kind, "eval", base, head, "--data", data, *decoded)
     command(kind, "train", base, "--data", data, "--out", tmp_path / "more", *sizes, "--start-from", exported)
     assert "qwen3" in command(kind, "recipe")
