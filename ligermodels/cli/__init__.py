@@ -205,6 +205,9 @@ for kind, (trained, commands) in draft_heads.APPS.items():
 
 def main() -> None:
     """Run the command line and exit."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed, as by >&-; without this a file of the run would get its descriptor
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (open to the end)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # for characters that the terminal cannot encode

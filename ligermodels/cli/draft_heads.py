@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import typer
@@ -23,6 +23,7 @@ Head = Annotated[str, typer.Argument(metavar="HEAD", help="The head: in any form
 
 
 def _medusa_export(
+    ctx: typer.Context,
     base: Base,
     heads: Heads,
     out: Out,
@@ -46,7 +47,11 @@ def _medusa_export(
     from ligermodels.speculative.medusa import MedusaModel
     from ligermodels.speculative.profiles import profile_named
 
-    profile_named(profile)
+    chosen = profile_named(profile)
+    if not chosen.prefix:
+        options.refuse_given(ctx, ["max_shard_size"], f"is for full-hf, and --profile is {profile}")
+    if not chosen.names_base:
+        options.refuse_given(ctx, ["base_model"], f"is for formats that name the model, and {profile} does not")
     options.require_free(out, overwrite)
     options.require_heads(heads, "medusa")
     with progress(f"loading {heads}", in_bytes=True) as update:
@@ -55,26 +60,30 @@ def _medusa_export(
     say(f"wrote {out}")
 
 
-def draft_export(command: str, model_class: str, profiles: Mapping[str, str]) -> Callable[..., None]:
+def draft_export(
+    command: str, model_class: str, profiles: Mapping[str, str], naming: Sequence[str] = ("speculators",)
+) -> Callable[..., None]:
     """The command `export` of a draft head with a network beside the model.
 
     Args:
         command: name of the command for such heads.
         model_class: name of the class in `ligermodels`.
         profiles: name of a format -> the servers that read it. The first one is the default.
+        naming: names of the formats that contain the name of the base model.
     """
 
     def _export(
+        ctx: typer.Context,
         base: Base,
         head: Head,
         out: Out,
         profile: str = next(iter(profiles)),
-        base_model: Annotated[
-            str | None, typer.Option(help="Name of the model, which the format speculators contains.  [default: BASE]")
-        ] = None,
+        base_model: str | None = None,
         overwrite: options.Overwrite = False,
     ) -> None:
         """Write a head in the format of a server."""
+        if profile not in naming:
+            options.refuse_given(ctx, ["base_model"], f"is for {' and '.join(naming)}, which name the model")
         options.require_free(out, overwrite)
         options.require_heads(head, command)
         model = options.ON_CPU.load(base)
@@ -86,10 +95,13 @@ def draft_export(command: str, model_class: str, profiles: Mapping[str, str]) ->
     about = ", or ".join(f"{name}, which {servers}" for name, servers in profiles.items())
     names: Any = Literal
     _export.__annotations__["profile"] = Annotated[names[tuple(profiles)], typer.Option(help=f"Format: {about}.")]
+    name = f"Name of the model, which {' and '.join(naming)} contain.  [default: BASE]"
+    _export.__annotations__["base_model"] = Annotated[str | None, typer.Option(help=name)]
     return _export
 
 
 def _mtp_export(
+    ctx: typer.Context,
     base: Base,
     head: Head,
     out: Out,
@@ -100,6 +112,8 @@ def _mtp_export(
     """Write a checkpoint of the model with the head in it, for decoding in vLLM and SGLang; or the head alone."""
     from ligermodels.speculative.mtp import MTPModel
 
+    if alone:
+        options.refuse_given(ctx, ["max_shard_size"], "is for the model's checkpoint, and --alone writes the head")
     options.require_free(out, overwrite)
     options.require_heads(head, "mtp")
     model = MTPModel.from_pretrained(options.ON_CPU.load(base), head)
@@ -129,6 +143,7 @@ KINDS: tuple[tuple[type[TrainingRecipe], str, str, Callable[..., None]], ...] = 
             "eagle",
             "Eagle3Model",
             {"speculators": "vLLM serves", "specforge": "SGLang and vLLM serve", "deepspec": "DeepSpec reads"},
+            naming=("speculators", "deepspec"),
         ),
     ),
     (

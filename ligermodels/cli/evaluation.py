@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from ligermodels.training import MedusaRecipe
 
 RANKS = range(1, 11)
+DECODING = (
+    "prompt_tokens", "max_new_tokens", "decode_batch_size", "draft_tree", "confidence_threshold", "compare",
+)  # fmt: skip
+"""Parameters of the benchmark."""
 
 
 @with_groups
@@ -73,6 +77,8 @@ def evaluate(
     from ligermodels.cli.plot import plot_scores, require_plotting
 
     _check(data, validation_of, prompts)
+    if not prompts:
+        options.refuse_given(ctx, DECODING, "is for decoding, and --prompts 0 only scores the heads")
     if plot is not None:
         require_plotting(plot)
     options.device_named(loading.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 from ligermodels.arguments import QuantizedFormat
 from ligermodels.console import progress
 from ligermodels.errors import BackendError, InputError, arguments_named
-from ligermodels.training.renamed import warn
+from ligermodels.training.renamed import flag, warn
 
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
@@ -172,6 +172,14 @@ def load_heads(
         with arguments_named(tree="--draft-tree", confidence_threshold="--confidence-threshold"):
             model.drafter(model.default_tree() if draft_tree is None else draft_tree)
     return model
+
+
+def refuse_given(ctx: typer.Context, names: Iterable[str], reason: str) -> None:
+    """Raise typer.BadParameter with `reason` if the command line has one of these parameters: it would do nothing."""
+    for name in names:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(reason, param_hint=flag(name))
 
 
 def require_free(folder: Path, overwrite: bool) -> None:

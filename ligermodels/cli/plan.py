@@ -53,6 +53,7 @@ def plan(
     _check_gpus(gpus, gpus_per_host, reduce_dtype)
     import torch
 
+    from ligermodels.convert.config_json import dtype_of
     from ligermodels.parallel.advice import candidates
     from ligermodels.parallel.cost import Hardware
     from ligermodels.pretrained import from_config
@@ -76,6 +77,7 @@ def plan(
     show_table(columns, [_row(row, degrees) for row in rows], numbers=range(len(columns)))
     flags = f"--batch-tokens {tokens} --seq-len {seq_len}"
     chosen = {
+        "--dtype": dtype if getattr(torch, dtype) != dtype_of(model.hf_config) else None,  # the default of `train`
         "--lora-rank": lora_rank,
         "--quantize": quantize,
         "--optimizer": optimizer if optimizer != "adamw" else None,

@@ -76,7 +76,8 @@ def verify(
     on a mismatch.
     """
     if model is not None:
-        _refuse_options(ctx)
+        others = ctx.params.keys() - {"path", "model", "as_json"}
+        options.refuse_given(ctx, others, "verifying heads (MODEL) takes no option but --json")
         return _verify_heads(path, model, as_json)
     if tolerance is not None:
         check_number("--tolerance", tolerance)
@@ -125,14 +126,6 @@ def _verify_model(
     _show(report, as_json)
     if not report.passed:
         raise typer.Exit(1)
-
-
-def _refuse_options(ctx: typer.Context) -> None:
-    """Raise typer.BadParameter if the command line has options that verifying heads does not read."""
-    for name in ctx.params.keys() - {"path", "model", "as_json"}:
-        source = ctx.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise typer.BadParameter("verifying heads takes no option but --json", param_hint="MODEL")
 
 
 def _verify_heads(heads: str, model: str, as_json: bool) -> None:

@@ -24,7 +24,7 @@ from ligermodels.data.records import Completion, NothingToLearn, Record, read_re
 from ligermodels.data.source import EncodedSource
 from ligermodels.data.streaming import StreamedCorpus
 from ligermodels.data.tokenizer import Tokenizer
-from ligermodels.errors import CheckpointError, InputError
+from ligermodels.errors import CheckpointError, CheckpointWarning, InputError, warn_caller
 
 MOST = 1 << 20
 """Documents that are counted for each reason: streams do not end, and memory is limited."""
@@ -111,6 +111,7 @@ class Documents:
             `notes`. Default: a warning.
         packing_strategy: "bfd": no document is split over sequences, other than the pieces of a text file. "wrapped":
             all may be. None: only texts may be.
+        vocab_size: tokens of the model; a document with another token is unusable. None: any token is allowed.
 
     Examples:
         >>> documents = Documents(Corpus(["book.txt"]), Tokenizer("MODEL"))
@@ -129,12 +130,14 @@ class Documents:
         max_bad_lines: int = 0,
         on_bad_line: Callable[[str], object] = warnings.warn,
         packing_strategy: PackingStrategy | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
         self.encoder = Encoder(tokenizer, template, ends)
         self.corpus, self.tokenizer, self.bad, self.notes = corpus, tokenizer, set[int](), Notes(on_bad_line)
         self.source = EncodedSource(self.content, self.encoder)
         self._max_bad_lines, self._unused, self._warned = max_bad_lines, set[str](), set[str]()
+        self._vocab_size = vocab_size
         self._splits = {"whole": packing_strategy == "wrapped", "text": packing_strategy != "bfd", "piece": True}
 
     @classmethod
@@ -160,10 +163,11 @@ class Documents:
             date: YYYY-MM-DD, for templates that write the date. Default: today.
             piece: bytes of a piece of a text file. Default: 32 KiB.
             streaming: read the files from start to end, without an index: see `StreamedCorpus`.
-            options: `max_bad_lines`, `on_bad_line` and `packing_strategy` of `Documents`.
+            options: `max_bad_lines`, `on_bad_line`, `packing_strategy` and `vocab_size` of `Documents`.
 
         Returns:
-            The documents. Chat template and lines are read on demand.
+            The documents. Chat template and lines are read on demand. CheckpointWarning if the tokenizer has tokens
+            beyond `vocab_size`.
 
         Raises:
             InputError: a data file cannot be read, is not UTF-8, or is of no known kind.
@@ -181,6 +185,14 @@ class Documents:
             return checkpoint_template
 
         tokenizer = Tokenizer(folder)
+        size = options.get("vocab_size")
+        if size is not None and (beyond := tokenizer.tokens_from(size)):
+            names = ", ".join(f"{token!r} ({id})" for id, token in [*beyond.items()][:3])
+            warn_caller(
+                f"{folder}: the tokenizer has tokens that the model does not know, whose vocab_size is {size:,}: "
+                f"{names}{', ...' if len(beyond) > 3 else ''}; documents with them cannot be used",
+                CheckpointWarning,
+            )
         eos = eos_of_checkpoint(config or folder / "config.json", folder, tokenizer)
         say = options.get("on_bad_line", lambda message: None)
         corpus = (StreamedCorpus if streaming else Corpus)(files, piece=piece, say=say)
@@ -260,8 +272,18 @@ class Documents:
         with self._skipping(index):
             document.check()
             ids, labels = document.ids.tolist(), document.labels.tolist()
+            self.check_ids(ids)
             return Tokens(ids, labels, self._splits[document.form]) if ids else None
         return None
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Raise InputError, a ValueError, if the model has no such token: no row of the embedding is for its id."""
+        if self._vocab_size is not None and ids and (last := max(ids)) >= self._vocab_size:
+            raise InputError(
+                f"has the token {self.tokenizer.backend.id_to_token(last)!r} with id {last:,}, and the model's "
+                f"vocab_size is {self._vocab_size:,}: give the tokenizer of the model in place of "
+                f"{self.tokenizer.folder}, or a model with a row for each of its tokens (resize_token_embeddings)"
+            )
 
     def at_once(self, indices: Iterable[int]) -> int:
         """Number of the first of these documents to `read` together, at least one: they fit into memory."""

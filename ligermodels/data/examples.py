@@ -120,9 +120,10 @@ class Examples(Documents):
         return records
 
     def _encoded(self, record: Record) -> Tokens:
-        if isinstance(record, Completion):
-            return Tokens(*self.encoder.completion(record), splits=False)
-        return Tokens(*self.encoder.chat(*record), splits=False)
+        encode = self.encoder
+        ids, labels = encode.completion(record) if isinstance(record, Completion) else encode.chat(*record)
+        self.check_ids(ids)
+        return Tokens(ids, labels, splits=False)
 
     def _partner(self, index: int, number: int) -> Tokens:
         """Sequence `number` of the usable record before this one, or its last; the last record is before the first."""

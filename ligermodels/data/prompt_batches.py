@@ -104,6 +104,7 @@ class PromptDocuments(Documents):
         )
         if not ids:
             raise ValueError('"prompt" has no tokens')
+        self.check_ids(ids)
         return Prompt(self.name(index), ids, fields)
 
     def _fits(self, prompt: Prompt, index: int) -> bool:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import tokenizers
@@ -34,9 +35,9 @@ class Tokenizer:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        checkpoint = as_path(folder, CheckpointError, "the folder of the tokenizer")
-        settle(checkpoint)
-        path = checkpoint / "tokenizer.json"
+        self.folder = as_path(folder, CheckpointError, "the folder of the tokenizer")
+        settle(self.folder)
+        path = self.folder / "tokenizer.json"
         content = read_bytes(path, CheckpointError, TOKENIZER_BYTES, "; text needs a checkpoint with its tokenizer")
         try:
             self.backend = tokenizers.Tokenizer.from_buffer(content)
@@ -126,6 +127,10 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Ids of the special tokens."""
         return frozenset(id for id, token in self.backend.get_added_tokens_decoder().items() if token.special)
+
+    def tokens_from(self, start: int) -> dict[int, str]:
+        """Id -> text of the tokens with ids of at least `start`, ascending."""
+        return {id: token for token, id in sorted(self.backend.get_vocab().items(), key=itemgetter(1)) if id >= start}
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids, by default without special tokens. Raises InputError for values that are no token ids."""

@@ -21,7 +21,7 @@ from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.families import family_of
 from ligermodels.models.state_dict import StateDict
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
-from ligermodels.speculative.head_files import CONFIG, TorchFile, head_state
+from ligermodels.speculative.head_files import CONFIG, TorchFile, head_state, name_of_base
 
 if TYPE_CHECKING:
     from ligermodels.speculative.draft_head import DraftHeadModel
@@ -64,10 +64,9 @@ class Target:
 
     @classmethod
     def of(cls, model: DraftHeadModel, base_model: str | None) -> Target:
-        """The base model of `model`, named `base_model`, or by default after the checkpoint that it was loaded from;
-        InputError where there is neither."""
+        """The base model of `model`, with the name of `name_of_base`; InputError if it has none."""
         spec = model.base.export_spec
-        name = base_model if base_model is not None or spec is None else spec.base_name
+        name = "" if base_model == "" else name_of_base(base_model, spec)  # "" is a base model without a name
         if name is None:
             raise InputError("base_model: config.json names the base model; give its folder or hub id")
         config = {} if spec is None else spec.hf_config

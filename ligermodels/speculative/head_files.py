@@ -3,6 +3,7 @@ model's tensors in it."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import zipfile
@@ -14,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligermodels.convert.export_spec import as_json
+from ligermodels.convert.export_spec import ExportSpec, as_json
 from ligermodels.convert.files import SINGLE
-from ligermodels.convert.input_files import open_file
+from ligermodels.convert.input_files import as_path, open_file
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.safetensors_writer import save_checkpoint
 from ligermodels.convert.saving import written_whole
 from ligermodels.convert.weight_map import LazyTensor
-from ligermodels.errors import CheckpointError, short
+from ligermodels.errors import CheckpointError, InputError, short
 from ligermodels.layers.initialization import allocate, persistent_tensors, skip_init
 from ligermodels.layers.quantized import weight_codes
 from ligermodels.layers.sharding import gathered
@@ -40,6 +41,15 @@ def allocated(module: Callable[[], nn.Module], dtype: torch.dtype, device: torch
         made = module()
     allocate(made, dtype, device)
     return made
+
+
+def name_of_base(base_model: str | None, spec: ExportSpec | None) -> str | None:
+    """The base model's name for config.json of its heads, which may be opened from another folder: a hub id, or a
+    folder as an absolute path. Default: the checkpoint in the base model's `spec`, or None."""
+    if base_model is None:
+        return None if spec is None else spec.base_name
+    path = as_path(base_model, InputError, "base_model")
+    return os.path.abspath(path) if os.path.isdir(path) else base_model
 
 
 def head_state(module: nn.Module, prefix: str) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.arguments import MOST_HEADS, check_count, names_checked
-from ligermodels.convert.input_files import as_path, folder_to_write
+from ligermodels.convert.input_files import folder_to_write
 from ligermodels.convert.ranks import Ranks
 from ligermodels.errors import InputError, short
 from ligermodels.layers import LMHead
@@ -27,7 +27,7 @@ from ligermodels.models.extra_heads import MEDUSA_TYPE, require_type
 from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.speculative.drafting import HeadsDrafter
-from ligermodels.speculative.head_files import head_state, save_alone
+from ligermodels.speculative.head_files import head_state, name_of_base, save_alone
 from ligermodels.speculative.hub import config_of_heads, heads_folder
 from ligermodels.speculative.medusa_files import open_heads, repeats_lm_head, tensors_to_export
 from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
@@ -251,14 +251,9 @@ class MedusaModel(MultiHeadModel):
         """
         self.check_vocabulary()
         chosen, spec = profile_named(profile), self.base.export_spec
-        if base_model is not None:
-            path = as_path(base_model, InputError, "base_model")
-            base_model = os.path.abspath(path) if os.path.isdir(path) else base_model
-        elif spec is not None:
-            base_model = spec.base_name
         state = tensors_to_export(self.base, self.heads, self.shape, chosen)
         folder, weights = folder_to_write(folder), chosen.weight_map(self.shape)
-        config = chosen.filled(self.shape, base_model)
+        config = chosen.filled(self.shape, name_of_base(base_model, spec))
         if spec is not None and chosen.prefix:
             names = (weights, lambda fields: {**fields, **config}, config, lambda name: name.startswith(chosen.prefix))
             spec.with_heads(*names).save(folder, state, max_shard_size=max_shard_size, overwrite=overwrite)

@@ -99,9 +99,14 @@ class Profile:
             ignored += [f"^{re.escape(name)}$" for name in projections]
         return WeightMap(mappings, ignored=ignored)
 
+    @property
+    def names_base(self) -> bool:
+        """Whether config.json names the base model."""
+        return Fill.base_model in self.config.values()
+
     def filled(self, shape: HeadsShape, base_model: str | None) -> dict[str, Any]:
         """config.json for heads of this shape; InputError if it names the base model and `base_model` is None."""
-        if base_model is None and Fill.base_model in self.config.values():
+        if base_model is None and self.names_base:
             raise InputError(f"profile {self.name!r} names the base model in config.json; give base_model")
         values = {**vars(shape), Fill.base_model.value: base_model}
         return {key: values[value.value] if isinstance(value, Fill) else value for key, value in self.config.items()}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,7 @@ from ligermodels.data.fingerprint import Fingerprint
 from ligermodels.data.new_tokens import untrained_tokens, with_tokens
 from ligermodels.data.template_files import missing_tokens
 from ligermodels.data.tokenizer import Tokenizer
-from ligermodels.errors import CheckpointWarning, ConfigError
+from ligermodels.errors import CheckpointError, CheckpointWarning, ConfigError, ConfigWarning
 from ligermodels.models.extra_heads import require_model, without_heads
 from ligermodels.models.families import family_of
 from ligermodels.parallel.plan import ParallelPlan
@@ -78,7 +80,8 @@ class Base:
         Raises:
             CheckpointError: there is no such folder, or it holds no checkpoint.
             HubError: the checkpoint cannot be fetched from the hub.
-            ConfigError: the config cannot be read, or there is no tokenizer beside it or in `recipe.tokenizer`.
+            ConfigError: the config cannot be read, there is no tokenizer beside it or in `recipe.tokenizer`, or the
+                tokenizer has more tokens than a config without weights.
         """
         path = Path(str(recipe.base)).expanduser()
         if not (recipe.trains_configs and _is_config(path)):
@@ -96,7 +99,7 @@ class Base:
                 f"tokenizer: there is no tokenizer.json in {base.tokenizer}; give the folder, or the hub id, of a "
                 "checkpoint that has one"
             )
-        return base.with_template_tokens(recipe)
+        return base.with_template_tokens(recipe)._with_rows_for_tokens()
 
     def with_template_tokens(self, recipe: TrainingRecipe) -> Base:
         """The base with the special tokens of the recipe's built-in chat template; itself, if the tokenizer has them.
@@ -158,11 +161,21 @@ class Base:
         backend = Tokenizer(self.tokenizer).backend if wanted else None  # a base may have no tokenizer
         return {token: id for token in wanted if backend and (id := backend.token_to_id(token)) is not None}
 
+    @cached_property
+    def vocab_size(self) -> int | None:
+        """The model's number of tokens; None for a config that cannot be composed, which is an error of `load`."""
+        hf_config = read_json(self.config)
+        with suppress(CheckpointError, ConfigError), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConfigWarning)  # they come where the model is loaded
+            hf_config, _ = without_heads(without_quantization(hf_config)[0])
+            return family_of(hf_config).decoder_config(hf_config).vocab_size  # not each config.json names it
+        return None
+
     def _warn_of_untrained(self, weights: Path, recipe: TrainingRecipe) -> None:
         """Warn if embeddings of the template's tokens, which the run does not train, are zero."""
         template, rows = recipe.chat_template, recipe.settings().get("lora_trainable_token_indices", ())
-        hf_config, _ = without_heads(without_quantization(read_json(self.config))[0])
-        vocab_size = family_of(hf_config).decoder_config(hf_config).vocab_size  # not each config.json names it
+        if (vocab_size := self.vocab_size) is None:
+            return
         ids = self._ids(untrained_tokens(vocab_size, self.tokenizer, weights, template))
         if ids := {token: id for token, id in ids.items() if id not in rows}:
             warnings.warn(
@@ -199,7 +212,7 @@ class Base:
             plan: how the model is sharded over the ranks; None for one process.
 
         Raises:
-            ConfigError: the tokenizer has more tokens than the config; or an error of `from_config`.
+            ConfigError: an error of `from_config`.
             CheckpointError: an error of `from_pretrained`.
         """
         # Of config.json, or else float32: a resumed run may have no weights to read a dtype from.
@@ -217,7 +230,6 @@ class Base:
             with torch.random.fork_rng(devices=[torch.device(device)] if device.startswith("cuda") else []):
                 torch.manual_seed(recipe.seed)
                 model = from_config(self.config, **options)
-            self._check_vocabulary(model.config.vocab_size)
         files = tokenizer_files(self.tokenizer)
         if recipe.chat_template is not None:
             named = chat_templates(self.tokenizer)  # A named template would be used instead for chats with tools.
@@ -230,13 +242,17 @@ class Base:
         model.export_spec = replace(spec, files=files, source=source)
         return model
 
-    def _check_vocabulary(self, vocab_size: int) -> None:
-        ids = Tokenizer(self.tokenizer).backend.get_vocab().values()
-        if max(ids, default=0) >= vocab_size:
+    def _with_rows_for_tokens(self) -> Base:
+        """The base, a config without weights. Raises ConfigError if the tokenizer has ids beyond its vocabulary.
+
+        Of a base with weights that is a warning, and an error where the data has such a token: Gemma 3 1B's tokenizer
+        has a token for images that this model lacks."""
+        if self.vocab_size is not None and (beyond := Tokenizer(self.tokenizer).tokens_from(self.vocab_size)):
             raise ConfigError(
-                f"{self.config}: vocab_size: is {vocab_size:,}, and the tokenizer in {self.tokenizer} has ids up to "
-                f"{max(ids):,}; make it at least {max(ids) + 1:,}"
+                f"{self.config}: vocab_size: is {self.vocab_size:,}, and the tokenizer in {self.tokenizer} has ids up "
+                f"to {max(beyond):,}; make it at least {max(beyond) + 1:,}"
             )
+        return self
 
 
 def _is_config(path: Path) -> bool:

@@ -86,6 +86,13 @@ def data_messages(
             f"batch_tokens: a step takes {rows:,} sequences, and an epoch has {epoch.sequences:,}, so a step repeats "
             f"them; with {recipe.epochs:g} epochs, steps = {steps:,}. Give fewer batch_tokens for steps without repeats"
         )
+    patience, every = recipe.early_stopping_patience, recipe.evaluate_every
+    if patience is not None and every is not None and (evaluations := (steps - 1) // every) <= patience:
+        yield (
+            f"early_stopping_patience: {patience:,} evaluations after the best one cannot come before the last step: "
+            f"evaluate_every {every:,} gives {evaluations:,} in {steps:,} steps. Give a smaller evaluate_every, or "
+            "more steps"
+        )
 
 
 def trained_parameters(model: nn.Module) -> str:

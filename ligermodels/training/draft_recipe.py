@@ -133,14 +133,30 @@ class BlockRecipe(DraftRecipe, init=False):
     def check(self) -> None:
         if self.dpace_alpha is not None and (self.divergence_weight or not self.ce_weight):
             raise ConfigError("dpace_alpha: D-PACE weighs the cross entropy; give ce_weight, no divergence_weight")
-        if not (self.ce_weight or self.divergence_weight or self.settings().get("confidence_weight")):
+        own = self.settings()
+        confidence_weight = own["confidence_weight"] if own.get("confidence") else 0
+        if not (self.ce_weight or self.divergence_weight or confidence_weight):
             raise ConfigError("ce_weight, divergence_weight: both are 0, so nothing trains the head; give one above 0")
         super().check()
 
 
-_REPLACED: Condition = (
-    ("gamma",), lambda settings: settings["dpace_alpha"] is None, "is for weights that dpace_alpha replaces",
-)  # fmt: skip
+_BLOCK_LOSS: tuple[Condition, ...] = (
+    (("gamma",), lambda settings: settings["dpace_alpha"] is None, "is for weights that dpace_alpha replaces"),
+    (("divergence",), lambda settings: settings["divergence_weight"] != 0, "has the weight 0 (divergence_weight)"),
+)
+_DSPARK_PARTS: tuple[Condition, ...] = (
+    (
+        ("markov_head_type",),
+        lambda settings: settings["markov_rank"] != 0,
+        "is for a Markov head, and markov_rank is 0",
+    ),
+    (("confidence_weight",), lambda settings: settings["confidence"], "is for confidence, which is false"),
+    (
+        ("confidence_with_markov",),
+        lambda settings: settings["confidence"] and settings["markov_rank"] != 0,
+        "is for confidence and a Markov head, and confidence is false or markov_rank 0",
+    ),
+)
 
 
 class DFlashRecipe(BlockRecipe, init=False):
@@ -152,7 +168,7 @@ class DFlashRecipe(BlockRecipe, init=False):
 
     kind: ClassVar[str] = "dflash"
     from_anchor: ClassVar[bool] = False
-    conditions: ClassVar[tuple[Condition, ...]] = (*draft_conditions("boundaries", *DFLASH), _REPLACED)
+    conditions: ClassVar[tuple[Condition, ...]] = (*draft_conditions("boundaries", *DFLASH), *_BLOCK_LOSS)
 
     block_size: int = Field(16, ge=2, description="Slots of a block; one token fewer is proposed.")
     gamma: float | None = Field(7.0, gt=0, description="Draft k, from 0, has the weight exp(-k / gamma); null: 1.")
@@ -166,7 +182,11 @@ class DSparkRecipe(BlockRecipe, init=False):
     """
 
     kind: ClassVar[str] = "dspark"
-    conditions: ClassVar[tuple[Condition, ...]] = (*draft_conditions("boundaries", *DSPARK), _REPLACED)
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        *draft_conditions("boundaries", *DSPARK),
+        *_BLOCK_LOSS,
+        *_DSPARK_PARTS,
+    )
 
     block_size: int = Field(7, ge=1, description="Slots of a block, each of which proposes a token.")
     markov_rank: int = Field(256, ge=0, description="Rank of the Markov head; 0: none.")

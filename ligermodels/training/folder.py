@@ -161,8 +161,20 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Write a file under another name and rename it; a file with the same content is not written again."""
     if not path.is_file() or path.read_bytes() != content:
         partial = path.with_name(_partial(path.name))
-        partial.write_bytes(content)
+        with named_in_errors(path):
+            partial.write_bytes(content)
         partial.replace(path)
+
+
+@contextmanager
+def named_in_errors(path: Path) -> Iterator[None]:
+    """Name `path` in an OSError without a file: Python names files that it cannot open, but not one on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _partial(name: str) -> str:

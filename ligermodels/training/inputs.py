@@ -91,6 +91,7 @@ def documents_of(
         packing_strategy=recipe.packing_strategy,
         piece=piece,
         streaming=recipe.streaming,
+        vocab_size=base.vocab_size,
         **source.options,
     )
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ligermodels.training.folder import CURVES, METRICS, write_atomically
+from ligermodels.training.folder import CURVES, METRICS, named_in_errors, write_atomically
 from ligermodels.training.reports import StepMetrics, Value, listed
 
 if TYPE_CHECKING:
@@ -60,8 +60,10 @@ class Metrics:
         if self._file is None:
             return
         known = {name: value for name, value in values.items() if isinstance(value, list) or not math.isnan(value)}
-        self._file.write(json.dumps({"step": step, **{name: _or_null(value) for name, value in known.items()}}) + "\n")
-        self._file.flush()
+        line = json.dumps({"step": step, **{name: _or_null(value) for name, value in known.items()}})
+        with named_in_errors(Path(self._file.name)):
+            self._file.write(line + "\n")
+            self._file.flush()
         numbers: dict[str, float] = {}
         for name, value in known.items():
             numbers |= {f"{name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
@@ -85,7 +87,8 @@ class Metrics:
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
-            self._file.close()
+            with named_in_errors(Path(self._file.name)):
+                self._file.close()
 
 
 def _or_null(value: Value) -> Any:

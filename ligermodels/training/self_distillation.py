@@ -21,7 +21,7 @@ from ligermodels.data.records import Completion, chat_record
 from ligermodels.errors import InputError
 from ligermodels.generation.generate import as_eos_ids, until_eos
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.training.folder import write_atomically
+from ligermodels.training.folder import named_in_errors, write_atomically
 from ligermodels.training.inputs import BY_CONTENT, Content, changes, require_same_content
 
 Truncated = Literal["keep", "drop"]
@@ -141,6 +141,11 @@ class SelfDistillation:
         prompts = {index: prompt for index, prompt in prompts.items() if prompt}
         if not prompts:
             return {}
+        for index, prompt in prompts.items():
+            try:
+                self.documents.check_ids(prompt)
+            except InputError as error:
+                raise InputError(f"{self.documents.name(index)}: {error}") from None
         options = {**self._options, "eos_token_id": list(ends) or None}
         rows = self._model.generate(list(prompts.values()), self._max_new_tokens, **options)
         longest = max(map(len, prompts.values()))
@@ -200,7 +205,8 @@ def write_self_distillation_data(
         state |= before
     else:
         _remove(out)
-    with _beside(out, "partial").open("ab") as file:
+    partial = _beside(out, "partial")
+    with named_in_errors(partial), partial.open("ab") as file:
         file.truncate(state["bytes"])  # to the last complete batch
         file.seek(state["bytes"])
         source.documents.bad |= set(state["unusable"])
@@ -219,7 +225,7 @@ def write_self_distillation_data(
             if progress is not None:
                 progress(indices.stop, count)
     if state["written"]:
-        _beside(out, "partial").replace(out)
+        partial.replace(out)
     _remove(out)
     if not state["written"]:
         raise InputError("no document could be continued to its end: allow more new tokens, or give texts")

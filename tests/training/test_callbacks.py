@@ -17,6 +17,7 @@ import ligermodels as lm
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.training import Callback, EarlyStopping, Event, FineTuningRecipe, fine_tune, train_heads
 from ligermodels.training.checkpoints import Checkpoints
+from ligermodels.training.counting import data_messages
 from ligermodels.training.objectives import LossEvaluation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -237,6 +238,14 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr("ligermodels.training.objectives.evaluate", evaluate)
     return calls
+
+
+@pytest.mark.parametrize(("every", "steps", "warns"), [(10, 3, True), (10, 20, True), (10, 30, True), (10, 31, False)])
+def test_early_stopping_that_cannot_come_is_said(every: int, steps: int, warns: bool) -> None:
+    """The first evaluation is the best one so far, and two more come before the last step from 31 steps on."""
+    recipe = FineTuningRecipe(evaluate_every=every, early_stopping_patience=2)
+    said = [line for line in data_messages(recipe, steps, 10, 2, {}) if line.startswith("early_stopping_patience: ")]
+    assert bool(said) == warns
 
 
 def test_the_best_checkpoint_is_kept_and_written(base: Path, data: Path, tmp_path: Path, scripted: list[int]) -> None:

@@ -126,6 +126,26 @@ def test_what_does_not_fit_is_named(base: Path, data: Path, tmp_path: Path) -> N
         assert get_args(recipe.model_fields["divergence"].annotation) == get_args(Divergence)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "settings", "message"),
+    [
+        (DFlashRecipe, {"divergence": "forward_kl"}, r"divergence: has the weight 0 \(divergence_weight\)"),
+        (DSparkRecipe, {"divergence": "forward_kl", "divergence_weight": 0.0}, "divergence: has the weight 0"),
+        (DSparkRecipe, {"markov_rank": 0, "markov_head_type": "rnn"}, "markov_head_type: is for a Markov head, and"),
+        (DSparkRecipe, {"confidence": False, "confidence_weight": 2.0}, "confidence_weight: is for confidence, which"),
+        (DSparkRecipe, {"confidence": False, "confidence_with_markov": False}, "confidence_with_markov: is for conf"),
+        (DSparkRecipe, {"markov_rank": 0, "confidence_with_markov": False}, "confidence_with_markov: is for conf"),
+        (DSparkRecipe, {"confidence": False, "ce_weight": 0.0, "divergence_weight": 0.0}, "nothing trains the head"),
+    ],
+)
+def test_a_setting_of_a_part_that_the_head_lacks_is_refused(
+    recipe: type[DSparkRecipe], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        recipe().changed(settings)
+    assert recipe().changed({"divergence": "forward_kl", "divergence_weight": 0.5}).divergence == "forward_kl"
+
+
 @pytest.mark.parametrize("kind", TRAIN)
 def test_shipped_recipes(kind: str, base: Path, data: Path, tmp_path: Path) -> None:
     """Their settings are those published, which are also the defaults; and they train, smaller."""
@@ -193,9 +213,10 @@ def test_the_commands(kind: str, profile: str, shape: list[Any], base: Path, dat
         assert "holds heads and no model" in command("generate", folder, "--prompt", "x", code=1)
         with pytest.raises(ConfigError, match=r"head, without a model: open their base model.*D(Flash|Spark)Model"):
             lm.from_pretrained(folder)
-    scored = ["--max-new-tokens", 4, "--seq-len", 128, "--device", "cpu", "--json"]
+    scored = ["--seq-len", 128, "--device", "cpu", "--json"]
     found = json.loads(command(kind, "eval", base, head, "--validation-of", head, "--prompts", 0, *scored))
     assert len(found["acceptance"]) == len(found["agreement"]) == 2
-    command(kind, "eval", base, head, "--data", data, "--prompts", 4, "--max-bad-lines", 1, *scored[:-1])
+    decoded = ["--prompts", 4, "--max-new-tokens", 4, "--max-bad-lines", 1, *scored[:-1]]
+    command(kind, "eval", base, head, "--data", data, *decoded)
     command(kind, "train", base, "--data", data, "--out", tmp_path / "more", *sizes, "--start-from", exported)
     assert "qwen3" in command(kind, "recipe")

@@ -262,10 +262,11 @@ def test_the_commands(base: Path, data: Path, tmp_path: Path) -> None:
             ConfigError, match=r"describes an EAGLE-3 head, without a model: open their base model.*Eagle3Model"
         ):
             lm.from_pretrained(folder)
-    scored = ["--max-new-tokens", 4, "--seq-len", 128, "--device", "cpu", "--json"]
+    scored = ["--seq-len", 128, "--device", "cpu", "--json"]
     found = json.loads(command("eagle", "eval", base, head, "--validation-of", head, "--prompts", 0, *scored))
     assert len(found["acceptance"]) == len(found["agreement"]) == 2
-    shown = command("eagle", "eval", base, head, "--data", data, "--prompts", 4, "--max-bad-lines", 1, *scored[:-1])
+    decoded = ["--prompts", 4, "--max-new-tokens", 4, "--max-bad-lines", 1, *scored[:-1]]
+    shown = command("eagle", "eval", base, head, "--data", data, *decoded)
     assert "2 of 2" in shown
     further = ["--start-from", forge, "--num-steps", 2]
     command("eagle", "train", base, "--data", data, "--out", tmp_path / "more", *sizes, *further)
