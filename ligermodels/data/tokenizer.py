@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from operator import itemgetter
 from typing import Any
 
 import tokenizers
@@ -130,7 +129,7 @@ class Tokenizer:
 
     def tokens_from(self, start: int) -> dict[int, str]:
         """Id -> text of the tokens with ids of at least `start`, ascending."""
-        return {id: token for token, id in sorted(self.backend.get_vocab().items(), key=itemgetter(1)) if id >= start}
+        return dict(sorted((id, token) for token, id in self.backend.get_vocab().items() if id >= start))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids, by default without special tokens. Raises InputError for values that are no token ids."""
