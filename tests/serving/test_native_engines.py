@@ -115,7 +115,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "qwen3",
         {"hf_overrides": {"architectures": ["LigerModelsForCausalLM"], "rms_norm_eps": 0.5}},
-        "hf_overrides: may name architectures alone",
+        "hf_overrides: may name architectures, and quantization_config as null",
     ),
     ("nemotron_h", {**HYBRID, "speculative_config": NGRAM}, "speculative_config: .* after rejected drafts"),
 ]

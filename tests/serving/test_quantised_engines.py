@@ -2,13 +2,16 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_process import EngineProcess, needs_vllm
-from native_checkpoints import assert_equal, native, ours, random_checkpoint, servable
+from mxfp4_files import make_mxfp4
+from native_checkpoints import ARCHITECTURE, assert_equal, native, ours, random_checkpoint, servable
+from nf4_files import NF4, make_pair
 from safetensors.torch import load_file, save_file
 
 import ligermodels as lm
@@ -58,9 +61,45 @@ def test_an_fp8_checkpoint(engines: EngineProcess, tmp_path: Path) -> None:
     assert sent["log_probs"] == other["log_probs"]
 
 
+def write_nf4(folder: Path) -> None:
+    make_pair(folder.parent / "pair", servable("qwen3"), nested=True, **NF4)
+    (folder.parent / "pair/nf4").rename(folder)
+
+
+def write_mxfp4(folder: Path) -> None:
+    make_mxfp4(folder, **{name: servable("gpt_oss")[name] for name in ("head_dim", "hidden_size")})
+
+
+UNREAD = {"hf_overrides": {"architectures": [ARCHITECTURE], "quantization_config": None}}
+"""vLLM 0.32 does not know bitsandbytes."""
+
+
+@pytest.mark.parametrize(
+    ("write", "kind", "options"), [(write_nf4, "nf4", {**HALF, **UNREAD}), (write_mxfp4, "mxfp4", HALF)]
+)
+def test_checkpoints_in_4_bits(
+    write: Callable[[Path], None], kind: str, options: dict[str, Any], engines: EngineProcess, tmp_path: Path
+) -> None:
+    """Dequantised; or with the stored codes in the kernels of 4 bits."""
+    write(tmp_path / "stored")
+    lm.from_pretrained(tmp_path / "stored", dtype="bfloat16").save_pretrained(tmp_path / "plain")
+    (plain,) = engines.serve(tmp_path / "plain", **native(HALF))
+    (found,) = engines.serve(tmp_path / "stored", **native(options))
+    assert (found["tokens"], found["log_probs"]) == (plain["tokens"], plain["log_probs"])
+    (found,) = engines.serve(
+        tmp_path / "stored", **native({**options, "additional_config": {"ligermodels": {"quantize": kind}}})
+    )
+    assert found["tokens"] == ours(lm.from_pretrained(tmp_path / "stored", dtype="bfloat16", quantize=kind))["tokens"]
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("qwen3", {"quantize": "int4", "quantize_exclude": ["mixer"]}), ("qwen3_moe", {"quantize": "float8"})],
+    [
+        ("qwen3", {"quantize": "int4", "quantize_exclude": ["mixer"]}),
+        ("qwen3_moe", {"quantize": "float8"}),
+        ("llama-3", {"quantize": "nf4", "quantize_head": "float8"}),
+        ("gpt_oss", {"quantize": "mxfp4"}),
+    ],
 )
 def test_weights_that_are_quantised(
     name: str, settings: dict[str, Any], engines: EngineProcess, tmp_path: Path

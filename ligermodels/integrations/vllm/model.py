@@ -43,6 +43,9 @@ NATIVE = "native"
 READABLE = ("auto", "hf", "safetensors")
 """Loaders of vLLM in whose place `from_pretrained` may read a checkpoint."""
 
+UNREAD = {"quantization_config": None}
+"""Override of config.json with which vLLM takes a checkpoint in a format that it does not know."""
+
 
 class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
     """A native `CausalLM` in vLLM's interface for text generation, with hidden states for draft heads.
@@ -300,10 +303,11 @@ def _check_settings(vllm_config: VllmConfig) -> None:
         raise ConfigError(
             "enable_expert_parallel: tensor_parallel_size divides the channels of each expert here; leave it out"
         )
-    if callable(model.hf_overrides) or set(model.hf_overrides or ()) - {"architectures"}:
+    overrides = model.hf_overrides or {}
+    if callable(overrides) or {**UNREAD, **overrides, "architectures": None} != {**UNREAD, "architectures": None}:
         raise ConfigError(
-            "hf_overrides: may name architectures alone; write other changes into config.json, which the native model "
-            "is composed from"
+            "hf_overrides: may name architectures, and quantization_config as null; write other changes into "
+            "config.json, which the native model is composed from"
         )
     if getattr(model, "hf_config_path", None) is not None:
         raise ConfigError("hf_config_path: must be None; the native model is composed from the model's own config.json")
