@@ -209,9 +209,9 @@ class DraftHeadModel(MultiHeadModel):
             model = cls.of_file(base, config, vocabulary, stored, reader.headers.get(files.LM_HEAD), options)
             weight_map = formats.weight_map(config, lm_head=model.lm_head is not None)
             if base.device.type == "meta":  # names and shapes are checked
-                weight_map.plan(reader.headers, files.native_state(model))
+                weight_map.plan(reader.headers, files.native_state(model), f"{path}: the head")
             else:
-                weight_map.load(reader, files.native_state(model), progress)
+                weight_map.load(reader, files.native_state(model), progress, what=f"{path}: the head")
                 if files.EMBEDDING in reader.headers:
                     files.take_embedding(model, path, reader.headers[files.EMBEDDING])
         base.requires_grad_(False)
