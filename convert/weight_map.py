@@ -91,12 +91,13 @@ class WeightMap:
         """Whether `ignored` excludes the checkpoint tensor `name`."""
         return any(re.search(pattern, name) for pattern in self.ignored)
 
-    def plan(self, headers: Mapping[str, Spec], state: Mapping[str, Tensor]) -> None:
+    def plan(self, headers: Mapping[str, Spec], state: Mapping[str, Tensor], what: str = "the checkpoint") -> None:
         """Check that a checkpoint fits a model, without reading tensors.
 
         Args:
             headers: name -> dtype and shape of the checkpoint's tensors.
             state: native name -> tensor of the model, which may be on the meta device.
+            what: the checkpoint's name in the error.
 
         Raises:
             CheckpointError: lists all missing, unexpected and misshapen tensors, dtypes that cannot be cast, and
@@ -120,7 +121,7 @@ class WeightMap:
                     faults["of the wrong shape"].append(f"{name} {list(shape)} instead of {list(expected)}")
                 if dtype != native and not {dtype, native} <= FLOATS:
                     faults[UNCASTABLE].append(f"{name} {_short(dtype)} to {_short(native)} of {parts[-1].target}")
-        raise_faults("the checkpoint does not fit the model", faults)
+        raise_faults(f"{what} does not fit the model", faults)
 
     def misshapen(self, headers: Mapping[str, Spec], state: Mapping[str, Tensor]) -> int:
         """Number of checkpoint tensors in `headers` with a shape that does not fit the native tensors in `state`."""
@@ -146,6 +147,7 @@ class WeightMap:
         progress: Callable[[int, int], None] | None = None,
         *,
         mapped: bool = False,
+        what: str = "the checkpoint",
     ) -> None:
         """Fill the tensors of a model from a checkpoint, casting as needed.
 
@@ -159,13 +161,14 @@ class WeightMap:
             progress: called with the bytes done and the bytes in all that this rank reads.
             mapped: let a CPU tensor use the memory of the mapped file, if the file stores it in the same dtype and
                 order. Writing to the tensor does not change the file.
+            what: the checkpoint's name in the error.
 
         Raises:
             CheckpointError: the checkpoint does not fit (raised before anything is read, and lists all faults), or an
                 alias differs from the tensor that it repeats.
         """
         headers = reader.headers
-        self.plan(headers, state)
+        self.plan(headers, state, what)
         if unplaced := [name for name, tensor in state.items() if tensor.is_meta]:
             raise CheckpointError(f"{unplaced[0]}: is on the meta device; give the model storage (to_empty) first")
         self.check_aliases(reader)

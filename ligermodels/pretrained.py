@@ -152,7 +152,7 @@ def from_pretrained(
         model = _on_meta(config)
         weight_map = choose_layout(checkpoint.stored_config, config, reader.headers, persistent_tensors(model))
         model.export_spec = checkpoint.export_spec(weight_map, repo_id)
-        weight_map.plan(reader.headers, persistent_tensors(model))
+        weight_map.plan(reader.headers, persistent_tensors(model), f"{folder}: the checkpoint")
         if prepare is not None:
             prepare(model)
         if quantize is not None:

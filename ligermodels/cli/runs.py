@@ -18,6 +18,7 @@ from ligermodels.errors import ConfigError
 from ligermodels.training.mtp_recipe import NEW
 from ligermodels.training.recipe import R, TrainingRecipe
 from ligermodels.training.recipe_file import parse_setting, recipe_settings, recipe_text, shipped_recipes
+from ligermodels.training.settings import with_effect
 
 if TYPE_CHECKING:
     from ligermodels.training import Console, Outcome
@@ -95,7 +96,8 @@ def _recipe_of_run(recipe_class: type[R], folder: Path) -> R:
             f"{file}: has settings of another command, such as {min(unknown)}; resume the run with the command that "
             "started it"
         )
-    return recipe_class.read(file)
+    effective = with_effect(recipe_class.conditions, settings, recipe_class.defaults())
+    return recipe_class().changed({name: effective[name] for name in settings}, str(file))
 
 
 def require_given(recipe: TrainingRecipe, resumed: Path | None, base_name: str) -> None:

@@ -167,7 +167,7 @@ class Documents:
 
         Returns:
             The documents. Chat template and lines are read on demand. CheckpointWarning if the tokenizer has tokens
-            beyond `vocab_size`.
+            beyond `vocab_size` that are not special.
 
         Raises:
             InputError: a data file cannot be read, is not UTF-8, or is of no known kind.
@@ -186,7 +186,9 @@ class Documents:
 
         tokenizer = Tokenizer(folder)
         size = options.get("vocab_size")
-        if size is not None and (beyond := tokenizer.tokens_from(size)):
+        beyond = {} if size is None else tokenizer.tokens_from(size)
+        # Special tokens alone are no mistake: Gemma 3 1B has one for images, models with LLaMA's tokenizer a <pad>.
+        if not beyond.keys() <= tokenizer.special_ids:
             names = ", ".join(f"{token!r} ({id})" for id, token in [*beyond.items()][:3])
             warn_caller(
                 f"{folder}: the tokenizer has tokens that the model does not know, whose vocab_size is {size:,}: "

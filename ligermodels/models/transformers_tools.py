@@ -44,13 +44,16 @@ def native_config(config: type[Config]) -> type[Config]:
 
 
 class RefusesForeignNames(nn.Module):
-    """A module on which attributes of transformers' models, which it would not read, cannot be set."""
+    """A module on which attributes of transformers' models, which it would not read, cannot be set.
+
+    A subclass that defines such an attribute reads it, and so can be given it.
+    """
 
     foreign: ClassVar[Mapping[str, str]] = GENERATION_CONFIG
     """Names of such attributes -> what to do instead."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.foreign:
+        if name in self.foreign and not hasattr(type(self), name):
             raise AttributeError(f"{name}: would have no effect on a native model; {self.foreign[name]}")
         super().__setattr__(name, value)
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ligermodels.errors import ConfigError, InputError
+from ligermodels.errors import ConfigError, InputError, warn_caller
 from ligermodels.layers import KeepsDtype
 from ligermodels.layers.context_parallel import check_context_parallel
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
@@ -72,6 +72,12 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
         if plan.param_dtype or plan.reduce_dtype:
             raise InputError(
                 "param_dtype, reduce_dtype: mixed precision is FSDP2's, which needs a process group; start by torchrun"
+            )
+        if not plan.reshard_after_forward:  # plans for any number of GPUs have it
+            warn_caller(
+                "reshard_after_forward: has no effect in one process, which holds whole blocks; start several by "
+                "torchrun, or a command with --gpus",
+                UserWarning,
             )
         _set_modes(decoders, plan)
         return model

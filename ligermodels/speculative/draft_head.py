@@ -36,9 +36,6 @@ from ligermodels.speculative.multi_head import MultiHeadModel
 
 Model = TypeVar("Model", bound="DraftHeadModel")
 
-TOKENS = "vocabulary.tokens"
-"""Name in state dicts of the tokens that the head can propose, if these are not all tokens."""
-
 
 class DraftHeadModel(MultiHeadModel):
     """A base model with a network `head`, which reads states of several of its layers and the embeddings of tokens.
@@ -81,7 +78,7 @@ class DraftHeadModel(MultiHeadModel):
         if not isinstance(vocabulary, DraftVocabulary):
             raise InputError(f"vocabulary: must be a DraftVocabulary, got {short(vocabulary)}")
         files.check_fit(base.config, config, vocabulary)
-        self.base, self.config, self.vocabulary = base, config, vocabulary
+        self.base, self.config, self.vocabulary = base, config, vocabulary.copied_to(base.device)
         self.embed: nn.Embedding | None = None
         self.lm_head: LMHead | None = None
         self.head: Any = allocated(partial(network, config), base.dtype, base.device)
@@ -91,30 +88,6 @@ class DraftHeadModel(MultiHeadModel):
     def vocab_size(self) -> int:
         """Number of tokens of the base model that the head was made for."""
         return self.vocabulary.vocab_size
-
-    # A state dict has the draft tokens: weights of other tokens have the same shapes.
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not self.vocabulary.is_whole:
-            destination[prefix + TOKENS] = self.vocabulary.tokens
-
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
-        unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
-        lists = missing_keys, unexpected_keys, error_msgs
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
-        key = prefix + TOKENS
-        if key not in state_dict:
-            missing_keys.extend([key] * (not self.vocabulary.is_whole))
-            return
-        unexpected_keys[:] = [name for name in unexpected_keys if name != key]
-        tokens = state_dict[key].cpu()
-        if len(tokens) != len(self.vocabulary):
-            error_msgs.append(f"{key}: has {len(tokens)} draft tokens, and this head has {len(self.vocabulary)}")
-        elif not torch.equal(tokens, self.vocabulary.tokens):
-            self.vocabulary = DraftVocabulary(tokens, self.vocab_size)
 
     # -- parts of the loss and of drafting -----------------------------------------------------------------------------
 
@@ -236,9 +209,9 @@ class DraftHeadModel(MultiHeadModel):
             model = cls.of_file(base, config, vocabulary, stored, reader.headers.get(files.LM_HEAD), options)
             weight_map = formats.weight_map(config, lm_head=model.lm_head is not None)
             if base.device.type == "meta":  # names and shapes are checked
-                weight_map.plan(reader.headers, files.native_state(model))
+                weight_map.plan(reader.headers, files.native_state(model), f"{path}: the head")
             else:
-                weight_map.load(reader, files.native_state(model), progress)
+                weight_map.load(reader, files.native_state(model), progress, what=f"{path}: the head")
                 if files.EMBEDDING in reader.headers:
                     files.take_embedding(model, path, reader.headers[files.EMBEDDING])
         base.requires_grad_(False)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ligermodels.arguments import check_count
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers import IGNORE_INDEX, HeadLoss
 
 
-@dataclass(frozen=True, eq=False)
-class DraftVocabulary:
+class DraftVocabulary(nn.Module):
     """Tokens in ascending order; token i of the draft vocabulary is token `tokens[i]` of the model.
+
+    `tokens` is a buffer in state dicts if it is not all tokens: weights for other tokens have the same shapes.
 
     Args:
         tokens: long (V_d,), ids of the model's vocabulary, ascending.
@@ -27,15 +27,35 @@ class DraftVocabulary:
     """
 
     tokens: Tensor
-    vocab_size: int
-    _copies: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        tokens = self.tokens
-        if tokens.ndim != 1 or tokens.dtype != torch.int64 or not len(tokens):
-            raise InputError(f"draft tokens: must be int64 (n,), got {tokens.dtype} {tuple(tokens.shape)}")
-        if bool((tokens[1:] <= tokens[:-1]).any()) or not 0 <= int(tokens[0]) <= int(tokens[-1]) < self.vocab_size:
-            raise InputError(f"draft tokens: must ascend within [0, {self.vocab_size})")
+    def __init__(self, tokens: Tensor, vocab_size: int) -> None:
+        super().__init__()
+        _check(tokens, vocab_size)
+        self.vocab_size = vocab_size
+        if len(tokens) == vocab_size:
+            self.tokens = tokens
+        else:
+            self.register_buffer("tokens", tokens)
+
+    def copied_to(self, device: torch.device) -> DraftVocabulary:
+        """A copy for a head on a device; on the CPU for a head on the meta device, which has no values."""
+        place = torch.device("cpu") if device.type == "meta" else device
+        return DraftVocabulary(self.tokens.to(place, copy=True), self.vocab_size)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DraftVocabulary:
+        # Moves keep the ids: `to_empty` and the meta device would lose them.
+        if (device := fn(self.tokens).device).type != "meta":
+            self.tokens = self.tokens.to(device)
+        return self
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        tokens = state_dict.get(f"{prefix}tokens")
+        if tokens is not None and tokens.shape == self.tokens.shape and not (self.is_whole or tokens.is_meta):
+            try:
+                _check(tokens, self.vocab_size)
+            except InputError as error:
+                args[-1].append(f"{prefix}tokens: {error}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __len__(self) -> int:
         """V_d, number of tokens."""
@@ -84,17 +104,11 @@ class DraftVocabulary:
     def rows(self, x: None) -> None: ...
     def rows(self, x: Tensor | None) -> Tensor | None:
         """The rows (V_d, ...) of x (V, ...), for these tokens; x itself for all tokens."""
-        return x if x is None or self.is_whole else x[self._on(x.device)]
+        return x if x is None or self.is_whole else x[self.tokens.to(x.device)]
 
     def ids(self, chosen: Tensor) -> Tensor:
         """Ids of the model's vocabulary, of ids `chosen` of the draft vocabulary; long, of any shape."""
-        return chosen if self.is_whole else self._on(chosen.device)[chosen]
-
-    def _on(self, device: torch.device) -> Tensor:
-        """`tokens` on a device, copied once: a CUDA graph takes no copy from the host."""
-        if device not in self._copies:
-            self._copies[device] = self.tokens.to(device)
-        return self._copies[device]
+        return chosen if self.is_whole else self.tokens.to(chosen.device)[chosen]
 
     def ranks(self, targets: Tensor, head: Callable[[Tensor], HeadLoss]) -> Tensor:
         """The ranks of targets among a head's candidates.
@@ -117,7 +131,7 @@ class DraftVocabulary:
         """Ids of the draft vocabulary, of ids `targets` of the model's, long of any shape; -100 without one."""
         if self.is_whole:
             return targets
-        tokens = self._on(targets.device)
+        tokens = self.tokens.to(targets.device)
         place = torch.searchsorted(tokens, targets.clamp(min=0)).clamp(max=len(tokens) - 1)
         return place.masked_fill(tokens[place] != targets, IGNORE_INDEX)
 
@@ -127,8 +141,9 @@ class DraftVocabulary:
         """The tensors of published heads: d2t int64 (V_d,), offsets from draft ids to ids of the model; and t2d bool
         (V,), the tokens that are draft tokens."""
         is_draft = torch.zeros(self.vocab_size, dtype=torch.bool)
-        is_draft[self.tokens] = True
-        return {"d2t": self.tokens - torch.arange(len(self)), "t2d": is_draft}
+        tokens = self.tokens.cpu()
+        is_draft[tokens] = True
+        return {"d2t": tokens - torch.arange(len(self)), "t2d": is_draft}
 
     @classmethod
     def from_tables(cls, d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> DraftVocabulary:
@@ -150,6 +165,14 @@ class DraftVocabulary:
         if t2d is not None and not torch.equal(vocabulary.tables()["t2d"], t2d.bool()):
             raise CheckpointError("t2d: marks other tokens than d2t")
         return vocabulary
+
+
+def _check(tokens: Tensor, vocab_size: int) -> None:
+    """Raise InputError unless these are ascending ids of a vocabulary, int64 (n,)."""
+    if tokens.ndim != 1 or tokens.dtype != torch.int64 or not len(tokens):
+        raise InputError(f"draft tokens: must be int64 (n,), got {tokens.dtype} {tuple(tokens.shape)}")
+    if bool((tokens[1:] <= tokens[:-1]).any()) or not 0 <= int(tokens[0]) <= int(tokens[-1]) < vocab_size:
+        raise InputError(f"draft tokens: must ascend within [0, {vocab_size})")
 
 
 def token_counts(labels: Iterable[Tensor], vocab_size: int) -> Tensor:

@@ -106,7 +106,7 @@ class Eagle3Model(DraftHeadModel):
                 f"vocabulary: must have {len(self.vocabulary)} of {self.vocabulary.vocab_size} tokens, has "
                 f"{len(vocabulary)} of {vocabulary.vocab_size}"
             )
-        self.vocabulary = vocabulary
+        self.vocabulary = vocabulary.copied_to(self.base.device)
         if self.lm_head is not None:
             copy_rows(self.base, vocabulary, self.lm_head)
 

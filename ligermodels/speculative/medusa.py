@@ -331,5 +331,6 @@ class MedusaModel(MultiHeadModel):
                 state = {name: tensor for name, tensor in state.items() if not name.endswith(".linear.bias")}
             if repeated:  # new heads have, or share, the base's lm_head
                 state = {name: tensor for name, tensor in state.items() if ".lm_head." not in name}
-            stored.weight_map(model.shape, lm_heads=not repeated).load(stored.reader, state, progress=progress)
+            weight_map = stored.weight_map(model.shape, lm_heads=not repeated)
+            weight_map.load(stored.reader, state, progress, what=f"{path}: the checkpoint of the heads")
         return model

@@ -17,8 +17,9 @@ from ligermodels.convert.quantization import without_quantization
 from ligermodels.convert.reading import reading
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.weight_map import WeightMap
-from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, warn_caller
+from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, short, warn_caller
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.extra_heads import MTP_TYPE
 from ligermodels.models.mtp_format import MTPFormat
 from ligermodels.models.state_dict import nearest_layout
 from ligermodels.speculative.head_files import CONFIG, copies, head_state
@@ -131,6 +132,7 @@ def load_head(
     """
     state, usual = head_state(head, "mtp"), MTPLayout.all_of(base, head.num_layers)
     with reading(folder, partial(_open_head, folder)) as (config, files):
+        _check_sizes(base, config, folder)
         _, quantization = without_quantization(config)
         reader = dequantized(files, quantization, base.dtype)
         layouts = MTPLayout.all_of(base, head.num_layers, reader.headers)
@@ -147,14 +149,25 @@ def load_head(
                 f"{folder}: holds {count} layers of multi-token prediction, where {head.num_layers} were expected"
             )
         if head.fc.weight.is_meta:
-            nearest.plan(reader.headers, state)
+            nearest.plan(reader.headers, state, f"{folder}: the head")
         else:
-            nearest.load(reader, state, progress=progress)
+            nearest.load(reader, state, progress, what=f"{folder}: the head")
             if base.device.type != "meta":
                 _compare_copies(folder, layouts[place], reader, base)
         dtypes = nearest.stored_dtypes(reader.headers, state, base.dtype)
     written = usual[place % len(usual)]
     return replace(written, weight_map=replace(written.weight_map, dtypes=dtypes))
+
+
+def _check_sizes(base: CausalLM, config: Mapping[str, Any], folder: Path) -> None:
+    """CheckpointError if `config` is of a head alone, for a base model of other sizes."""
+    for name in ("hidden_size", "vocab_size") if config.get("model_type") == MTP_TYPE else ():
+        ours, theirs = config.get(name), getattr(base.config, name)
+        if ours not in (None, theirs):
+            raise CheckpointError(
+                f"{folder}: {name}: of the head is {short(ours)}, and of the model {theirs}; give the base model of "
+                "this head"
+            )
 
 
 def _compare_copies(folder: Path, layout: MTPLayout, reader: Reader, base: CausalLM) -> None:

@@ -25,6 +25,7 @@ from ligermodels.training.base import Base
 from ligermodels.training.console import Console
 from ligermodels.training.optimizer_settings import DECAY
 from ligermodels.training.recipe import R, TrainingRecipe
+from ligermodels.training.settings import with_effect
 
 BY_CONTENT = {"base", "data", "chat_template"}
 """Settings that name files. A resumed run needs files with the same content; their paths may differ."""
@@ -176,7 +177,7 @@ def settings_before(recipe: TrainingRecipe, before: Mapping[str, Any]) -> dict[s
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         defaults = recipe.model_copy(update=recipe.defaults()).settings()
-        return {**defaults, **recipe.current_names(before)}
+        return with_effect(recipe.conditions, recipe.current_names(before), defaults)
 
 
 def changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import difflib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -37,6 +37,7 @@ from ligermodels.training.settings import (
     TokenisingSettings,
     check_weights,
     weights_of,
+    without_effect,
 )
 
 R = TypeVar("R", bound="TrainingRecipe")
@@ -288,7 +289,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
             raise ConfigError(
                 "parallel.activation_checkpointing: give it as activation_checkpointing, outside parallel"
             )
-        for name, reason in self._without_effect(dict(self)):
+        for name, reason in without_effect(self.conditions, dict(self), self.defaults()):
             raise ConfigError(f"{name}: {reason}; leave it out")
 
     @property
@@ -375,7 +376,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
                 new[key] = (value,)  # conditions are of tuples
         if "epochs" in settings and "steps" not in settings:
             new["steps"] = None
-        for name, _ in self._without_effect(new):
+        for name, _ in without_effect(self.conditions, new, defaults):
             if name not in settings:
                 new[name] = defaults[name]
         given = self.model_fields_set | settings.keys()  # other settings keep defaults that depend on settings
@@ -387,13 +388,3 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
     def settings(self) -> dict[str, Any]:
         """Name -> value of each field, as JSON types."""
         return self.model_dump(mode="json")
-
-    @classmethod
-    def _without_effect(cls, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """(name, reason) of settings that differ from their default but have no effect. A generator, so that the caller
-        can reset a setting before the next is checked."""
-        defaults = cls.defaults()
-        for names, has_effect, reason in cls.conditions:
-            for name in names:
-                if settings[name] != defaults[name] and not has_effect(settings):
-                    yield name, reason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, Field
@@ -13,6 +13,27 @@ from ligermodels.errors import ConfigError
 
 Condition = tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str]
 """Names of settings; a function of all settings: whether these have an effect; the reason if they have none."""
+
+
+def without_effect(
+    conditions: Sequence[Condition], settings: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """(name, reason) of settings that differ from their default but have no effect. A generator, so that the caller can
+    reset a setting before the next is checked."""
+    for names, has_effect, reason in conditions:
+        for name in names:
+            if settings[name] != defaults[name] and not has_effect(settings):
+                yield name, reason
+
+
+def with_effect(
+    conditions: Sequence[Condition], settings: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The settings of a run over `defaults`, without settings that have no effect: earlier releases took some."""
+    values = {**defaults, **settings}
+    for name, _ in without_effect(conditions, values, defaults):
+        values[name] = defaults[name]
+    return values
 
 
 QUANTIZED: tuple[Condition, ...] = (

@@ -293,6 +293,17 @@ def test_attributes_of_transformers_models_are_not_set_without_effect(pair: tupl
         pair[1].generation_config.pad_token_id = 0
 
 
+def test_a_subclass_may_have_attributes_of_these_names(pair: tuple[Any, lm.CausalLM]) -> None:
+    class Own(lm.CausalLM):
+        lm_head = loss_function = None
+
+    model, head = Own(pair[1].config), torch.nn.Linear(2, 2)
+    model.lm_head, model.loss_function = head, max
+    assert vars(model)["_modules"]["lm_head"] is head and model.loss_function is max
+    with pytest.raises(AttributeError, match="generation_config: would have no effect"):
+        model.generation_config = None
+
+
 @pytest.mark.parametrize("name", ["draft", "tree"])
 def test_streams_have_no_draft_heads(pair: tuple[Any, lm.CausalLM], name: str) -> None:
     with pytest.raises(InputError, match=f"^{name}: a step with draft heads adds several tokens"):

@@ -179,6 +179,8 @@ def test_plans_that_a_model_does_not_fit() -> None:
         lm.parallelize(model, lm.ParallelPlan(shard=2, **modes))
     with pytest.raises(InputError, match="needs a process group; start by torchrun"):
         lm.parallelize(model, lm.ParallelPlan(param_dtype="bfloat16", **modes))
+    with pytest.warns(UserWarning, match="reshard_after_forward: has no effect in one process"):
+        lm.parallelize(model, lm.ParallelPlan(reshard_after_forward=False))
     check_untouched(model)
     assert lm.parallelize(model, lm.ParallelPlan(activation_checkpointing="full")) is model
     assert model.activation_checkpointing == "full" and not any(isinstance(m, FSDPModule) for m in model.modules())

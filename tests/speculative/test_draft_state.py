@@ -1,11 +1,18 @@
 """What state dicts of draft heads hold, and weights of tokens that the heads' means refuse."""
 
+import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from test_eagle3 import ids_of, target
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from two_ranks import in_two_ranks
 
 import ligermodels as lm
 from ligermodels.errors import InputError
@@ -44,13 +51,55 @@ def test_a_state_dict_has_the_draft_tokens(heads: Any, base: lm.CausalLM) -> Non
 @pytest.mark.parametrize("heads", HEADS)
 def test_a_state_dict_for_other_numbers_of_draft_tokens_is_refused(heads: Any, base: lm.CausalLM) -> None:
     model, fewer, whole = (of_tokens(heads, base, tokens) for tokens in ([1, 4, 5, 9], [1, 4, 5], None))
-    for other in (fewer, whole):
-        with pytest.raises(RuntimeError, match=r"vocabulary\.tokens: has 4 draft tokens"):
-            other.load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match=r"size mismatch for vocabulary\.tokens"):
+        fewer.load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*vocabulary\.tokens"):
+        whole.load_state_dict(model.state_dict())
     with pytest.raises(RuntimeError, match=r"Missing key.*vocabulary\.tokens"):
         model.load_state_dict(whole.state_dict())
     assert "vocabulary.tokens" not in whole.state_dict()
     whole.load_state_dict(whole.state_dict())
+
+
+@pytest.mark.parametrize("bad", [torch.tensor([5, 4, 1, 9]), torch.tensor([1, 4, 5, 99]), torch.tensor([1.0, 4, 5, 9])])
+def test_a_state_dict_with_other_values_than_tokens_is_refused(base: lm.CausalLM, bad: torch.Tensor) -> None:
+    """Such as a state dict whose tensors were all cast to bfloat16, which rounds ids."""
+    model = of_tokens(lm.Eagle3Model, base, [0, 4, 6, 9])
+    with pytest.raises(RuntimeError, match=r"vocabulary\.tokens: draft tokens: must "):
+        model.load_state_dict({**model.state_dict(), "vocabulary.tokens": bad})
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_checkpoints_that_are_loaded_in_place_change_one_head(heads: Any, base: lm.CausalLM, tmp_path: Path) -> None:
+    """`torch.distributed.checkpoint` writes into the tensors of a state dict."""
+    model, vocabulary = of_tokens(heads, base, [1, 4, 5, 9]), DraftVocabulary(torch.tensor([0, 4, 6, 9]), 61)
+    first, second = (heads.from_base(base, vocabulary=vocabulary) for _ in range(2))
+    dcp.save({"model": model}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load({"model": first}, checkpoint_id=tmp_path, no_dist=True)
+    assert first.vocabulary.tokens.tolist() == [1, 4, 5, 9]
+    assert second.vocabulary.tokens.tolist() == vocabulary.tokens.tolist() == [0, 4, 6, 9]
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_moves_keep_the_draft_tokens(heads: Any) -> None:
+    model = of_tokens(heads, target(), [1, 4, 5, 9])
+    model.to("meta").to_empty(device="cpu").half()
+    assert model.vocabulary.tokens.tolist() == copy.deepcopy(model).vocabulary.tokens.tolist() == [1, 4, 5, 9]
+
+
+def _from_rank_0(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """FSDP2's way to load a checkpoint: rank 0 has read it, and the other ranks receive their shards."""
+    model, other = (of_tokens(lm.Eagle3Model, target(), tokens) for tokens in ([1, 4, 5, 9], [0, 4, 6, 9]))
+    fully_shard(other, mesh=mesh)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, model.state_dict() if rank == 0 else {}, options=options)
+    assert other.vocabulary.tokens.tolist() == [1, 4, 5, 9]
+    full = get_model_state_dict(other, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    assert rank or full["vocabulary.tokens"].tolist() == [1, 4, 5, 9]
+
+
+def test_all_ranks_receive_the_draft_tokens(tmp_path: Path) -> None:
+    in_two_ranks(_from_rank_0, tmp_path)
 
 
 @pytest.mark.parametrize("heads", HEADS)

@@ -146,6 +146,22 @@ def test_a_setting_of_a_part_that_the_head_lacks_is_refused(
     assert recipe().changed({"divergence": "forward_kl", "divergence_weight": 0.5}).divergence == "forward_kl"
 
 
+def test_a_run_with_such_a_setting_of_an_earlier_release_resumes(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ["dspark", "train", "--out", tmp_path / "run", "--device", "cpu"]
+    sizes = ["--block-size", 3, "--num-layers", 1, "--seq-len", 128, "--batch-tokens", 256, "--num-anchors", 4]
+    more = ["--max-bad-lines", 1, "--checkpoint-every", 1, "--no-confidence", "--confidence-weight", 2.0]
+    with monkeypatch.context() as earlier:
+        earlier.setattr(DSparkRecipe, "conditions", ())
+        command(*run, base, "--data", data, *sizes, *more, "--steps", 1)
+    recipe = tmp_path / "run" / "recipe.yaml"
+    assert "confidence_weight: 2.0" in recipe.read_text()
+    assert "confidence_weight: is for" in command(*run, "--resume", "--steps", 2, "--confidence-weight", 2.0, code=1)
+    command(*run, "--resume", "--steps", 2)
+    assert "confidence_weight: 1.0" in recipe.read_text()
+
+
 @pytest.mark.parametrize("kind", TRAIN)
 def test_shipped_recipes(kind: str, base: Path, data: Path, tmp_path: Path) -> None:
     """Their settings are those published, which are also the defaults; and they train, smaller."""

@@ -1,6 +1,7 @@
 """A tokenizer with tokens beyond the model's vocabulary: a warning, and an error that names the document with one."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +119,25 @@ def test_so_it_is_where_heads_are_trained(base: Path, tmp_path: Path, kind: type
 
 
 def test_a_token_that_no_document_has_is_no_error(base: Path, tmp_path: Path) -> None:
-    """Published tokenizers have such tokens: Gemma 3 1B's has one for images."""
     recipe = FineTuningRecipe().changed(settings(base, data_of(tmp_path, "chat", known=True)))
     with pytest.warns(CheckpointWarning, match=WARNING):
         assert fine_tune(recipe, tmp_path / "out", device="cpu").finished
+
+
+def test_special_tokens_that_no_document_has_need_no_warning(tmp_path: Path) -> None:
+    """Published tokenizers have such tokens: Gemma 3 1B's has one for images, others a <pad> of their own."""
+    (folder := tmp_path / "base").mkdir()
+    make_base(folder)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([NEW])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    recipe = FineTuningRecipe().changed(settings(folder, data_of(tmp_path, "chat", known=True), steps=1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert fine_tune(recipe, tmp_path / "out", device="cpu").finished
+    assert not [each for each in caught if NEW in str(each.message)]
+    with pytest.raises(InputError, match=ERROR):
+        fine_tune(recipe.changed({"data": (str(data_of(tmp_path, "chat")),)}), tmp_path / "bad", device="cpu")
 
 
 @pytest.mark.parametrize("resumes", [False, True])
