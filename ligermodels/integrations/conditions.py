@@ -19,6 +19,7 @@ from ligermodels.integrations.modules import (
     mixes_tokens,
     part,
 )
+from ligermodels.integrations.settings import has_rotary_of, keep_settings, keeps_config
 
 SWITCHES = ("output_attentions", "output_hidden_states", "output_router_logits")
 """Arguments, or fields of the config, that request results that the native pass does not keep."""
@@ -74,6 +75,7 @@ def runs_natively(module: Any, inputs: Inputs, padding: Padding, options: Mappin
         and all(value is None or name in UNUSED for name, value in rest.items())
         and (inputs["input_ids"] is None) != (inputs["inputs_embeds"] is None)
         and padding.at_ends
+        and keeps_config(config, module.native.config_settings)
         and not (module.training and any(getattr(config, name, None) for name in DROPOUT))
     )
 
@@ -86,6 +88,8 @@ def layers_run_natively(backbone: Any, padding: Padding) -> bool:
     return (
         all(is_ours(x, layer_forward) and is_ours(part(x, "mixer"), mixer_forward) for x in layers)
         and not has_hooks(modules)
+        and keep_settings((backbone, *modules))
+        and has_rotary_of(backbone)
         and not mixes_tokens(modules)
         and not (padding.exists and backbone.native.rope_by_length)
     )

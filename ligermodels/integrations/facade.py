@@ -17,6 +17,7 @@ from ligermodels.convert.source_checkpoint import SourceCheckpoint, headless
 from ligermodels.errors import CheckpointWarning, ConfigError, InputError
 from ligermodels.integrations.decoder import HFDecoder
 from ligermodels.integrations.in_place import nativize
+from ligermodels.integrations.settings import changed_setting
 from ligermodels.layers.lm_head import scaled_logits
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.native import check_native
@@ -104,6 +105,8 @@ class _Decoder(HFDecoder):
         """See `Decoder.forward`."""
         if "native" not in vars(self.hf):
             raise InputError("restore has undone nativize on the transformers model of this one; nativize it again")
+        if change := changed_setting(self.hf, self.hf.native.config_settings):
+            raise InputError(f"{change} of the transformers model was changed after wrap; call that model instead")
         return super().forward(input_ids, **inputs)
 
 

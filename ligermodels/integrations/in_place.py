@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn, TypeVar, get_args
 
 import torch
@@ -20,6 +21,7 @@ from ligermodels.integrations.decoder import HFDecoder
 from ligermodels.integrations.modules import FINAL_NORM, Native, part, set_forward, unset_forward, within_adapter
 from ligermodels.integrations.multimodal import inputs_beside_text, multimodal_forward
 from ligermodels.integrations.nativize_layer import check_supported, nativize_layer, set_norm
+from ligermodels.integrations.settings import config_settings, set_rotary
 from ligermodels.layers import AttentionConfig, LatentAttentionConfig, RotaryEmbedding
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.families import warn_of_other_family
@@ -63,14 +65,16 @@ def nativize(model: Model) -> Model:
         nativize_layer(layer, block, config.hidden_size, names)
     if (inputs := config.per_layer_inputs) is not None:
         set_norm(backbone.get_submodule(inputs.NAMES["norm"]), inputs.norm)
-    set_forward(backbone, backbone_forward, _native_backbone(backbone, config, names))
+    read = config_settings(hf.config.get_text_config())
+    set_forward(backbone, backbone_forward, replace(_native_backbone(backbone, config, names), config_settings=read))
+    set_rotary(backbone, partial(Native, None))
     set_norm(part(backbone, FINAL_NORM), config.norm)
     set_forward(hf.lm_head, head_forward, Native(config.head))
     further_inputs = frozenset() if inner is backbone else inputs_beside_text(inner)
     if inner is not backbone:
         set_forward(inner, multimodal_forward, Native(config))
     paths = {"backbone": prefix, "inner": prefix.partition(".")[0]}
-    native = Native(config, paths, output=_output_of(hf), inputs=further_inputs)
+    native = Native(config, paths, output=_output_of(hf), inputs=further_inputs, config_settings=read)
     set_forward(hf, causal_lm_forward, native, as_class=True)
     hf.__dict__["_replicate_for_data_parallel"] = _no_replica
     return model

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from ligermodels.integrations.modules import OnModules, first_of, is_ours, native_of, part, part_named
+from ligermodels.integrations.modules import OnModules, first_of, is_as_composed, is_ours, native_of, part, part_named
 from ligermodels.layers import DenseMoEConfig, ForwardContext, MLPConfig
 from ligermodels.layers.activation import ACTIVATIONS, GatedActivation
 from ligermodels.layers.dense_moe import DenseMoE
@@ -20,6 +20,8 @@ from ligermodels.layers.moe import MoEConfig
 def mlp_forward(module: nn.Module, x: Tensor) -> Tensor:
     """Forward of a gated feed-forward layer: down(activation(gate(x)) * up(x)), x (..., H), with the multipliers of its
     config. In `GatedMLP` gate and up are one projection."""
+    if not is_as_composed(module):  # such as another activation
+        return cast(Tensor, type(module).forward(module, x))
     native = native_of(module)
     config: MLPConfig = native.config
     activation: Callable[..., Tensor] = ACTIVATIONS[config.activation]
@@ -54,7 +56,8 @@ def experts_forward(module: Any, x: Tensor, top_k_index: Tensor, top_k_weights: 
     names = [native.names[name] for name in ("experts.gate_up", "experts.down")]
     gate_up, down = (attrgetter(name)(module) for name in names)
     plain = all(type(weight) in (Tensor, nn.Parameter) for weight in (gate_up, down))
-    if args or not plain or len(gate_up) != config.router.num_experts or _chosen_since(module):
+    changed = _chosen_since(module) or not is_as_composed(module)
+    if args or not plain or len(gate_up) != config.router.num_experts or changed:
         return type(module).forward(module, x, top_k_index, top_k_weights, *args)
     pairs = "experts.gate_up_pairs" in native.names  # gate and up alternate, and the weights are transposed
     if pairs:

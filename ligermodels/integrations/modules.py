@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, cast
@@ -18,6 +18,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
+from ligermodels.integrations.settings import has_settings, settings_of
 from ligermodels.layers import ForwardContext
 
 FINAL_NORM = "decoder.norm"
@@ -36,6 +37,8 @@ class Native:
         on the length of the row or by queries that are scaled by their positions.
     output: class of the output of a backbone or model, where it has fields of its own.
     inputs: arguments of a multimodal model that its language model does not have.
+    settings: settings of the module that the layer was composed from; see `settings_of`.
+    config_settings: of a backbone or model, those of its config; see `config_settings`.
     """
 
     config: Any
@@ -44,6 +47,8 @@ class Native:
     rope_by_length: bool = False
     output: type | None = None
     inputs: frozenset[str] = frozenset()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    config_settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 class OnModules(nn.Module):
@@ -91,7 +96,7 @@ def set_forward(module: nn.Module, forward: Callable[..., Any], native: Native, 
     attribute = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
     if attribute == "forward" and attribute in module.__dict__:
         raise InputError(f"nativize: something has replaced the forward of a {type(module).__name__}; nativize first")
-    module.__dict__["native"] = native
+    module.__dict__["native"] = replace(native, settings={**settings_of(module), **native.settings})
     bound = module.__dict__[attribute] = partial(forward, module)  # unlike a bound method, it can be pickled
     if as_class:
         # Trainer and generate read its arguments. Annotations may not be pickled.
@@ -124,6 +129,11 @@ def native_of(module: nn.Module) -> Native:
     """The native counterpart that `set_forward` was given."""
     native: Native = module.__dict__["native"]
     return native
+
+
+def is_as_composed(module: nn.Module) -> bool:
+    """Whether the module still has the settings that its native counterpart was composed from."""
+    return has_settings(module, native_of(module).settings)
 
 
 def part(module: nn.Module, name: str) -> Any:
@@ -177,8 +187,8 @@ def mixer_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def native_forward(module: nn.Module, *args: Any) -> Any:
-    """Forward of a module that only the native pass calls."""
-    return native_of(module).layer(*args)
+    """Forward of a convolution or gated norm within a mixer."""
+    return native_of(module).layer(*args) if is_as_composed(module) else type(module).forward(module, *args)
 
 
 def _native_or_class(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,7 +7,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from ligermodels.integrations.mlp import HFDenseMoE, MLPCall
-from ligermodels.integrations.modules import OnModules, attribute_named, is_ours, native_of, part, part_named
+from ligermodels.integrations.modules import (
+    OnModules,
+    attribute_named,
+    is_as_composed,
+    is_ours,
+    native_of,
+    part,
+    part_named,
+)
 from ligermodels.layers import Block, BlockConfig, DenseMoEConfig, PerLayerInputConfig
 from ligermodels.layers.layer import Layer, declared
 from ligermodels.layers.norm import AddRMSNorm, NormConfig, RMSNorm, RMSNormAdd
@@ -52,6 +60,8 @@ def norm_forward(module: nn.Module, *inputs: Tensor | None, addition: str = "non
     Returns:
         The result of the native norm.
     """
+    if addition == "none" and not is_as_composed(module):
+        return type(module).forward(module, *inputs)
     return native_of(module).layer[addition](*inputs)
 
 
