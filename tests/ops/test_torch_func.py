@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ligermodels import ops
 
-REFUSED = r"must override the setup_context|vmap: .* \.item\(\)"  # a mask is read before the op
+# A mask, or the sign of weights, is read before the op.
+REFUSED = r"must override the setup_context|vmap: .* (\.item\(\)|data-dependent control flow)"
 """torch's errors for an autograd.Function, or a read of values, in a transform."""
 CPU = torch.device("cpu")
 
