@@ -175,7 +175,16 @@ def load_heads(
 
 
 def refuse_given(ctx: typer.Context, names: Iterable[str], reason: str) -> None:
-    """Raise typer.BadParameter with `reason` if the command line has one of these parameters: it would do nothing."""
+    """Refuse parameters that would do nothing.
+
+    Args:
+        ctx: the command's context.
+        names: names of the parameters.
+        reason: why they would do nothing, for the message after the flag.
+
+    Raises:
+        typer.BadParameter: the command line has one of them.
+    """
     for name in names:
         source = ctx.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":

@@ -66,10 +66,8 @@ def runs_natively(module: Any, inputs: Inputs, padding: Padding, options: Mappin
     config, rest = text_config(module), dict(options)
     if isinstance(rest.get("past_key_values"), NoCache):
         raise InputError("past_key_values: the pass that gave these kept no cache; ask for it by use_cache=True")
-    switches = [(name, rest.pop(name, None)) for name in SWITCHES]
-    requested = [getattr(config, name, False) if value is None else value for name, value in switches]
     return (
-        not any(requested)
+        not _requests_more(config, rest)
         and rest.pop("return_dict", None) in (None, True)
         and not rest.pop("use_cache", None)
         and all(value is None or name in UNUSED for name, value in rest.items())
@@ -78,6 +76,12 @@ def runs_natively(module: Any, inputs: Inputs, padding: Padding, options: Mappin
         and keeps_config(config, module.native.config_settings)
         and not (module.training and any(getattr(config, name, None) for name in DROPOUT))
     )
+
+
+def _requests_more(config: Any, options: dict[str, Any]) -> bool:
+    """Whether SWITCHES in `options`, or else in the config, are on; removes them from `options`."""
+    switches = [(name, options.pop(name, None)) for name in SWITCHES]
+    return any(getattr(config, name, False) if value is None else value for name, value in switches)
 
 
 def layers_run_natively(backbone: Any, padding: Padding) -> bool:

@@ -19,7 +19,7 @@ OF_A_CONFIG = (
 EPS = ("variance_epsilon", "eps")
 """Names of a norm's epsilon in transformers."""
 
-OTHER = frozenset({"training", "gradient_checkpointing", "layer_idx", "vocab_size", "padding_idx", "name_or_path"})
+IGNORED = frozenset({"training", "gradient_checkpointing", "layer_idx", "vocab_size", "padding_idx", "name_or_path"})
 """Attributes that do not change the numbers of a pass, or that the native pass reads too."""
 
 
@@ -110,6 +110,6 @@ def _plain(module: nn.Module) -> dict[str, Any]:
         name: value
         for name, value in vars(module).items()
         if not name.startswith("_")
-        and name not in OTHER
+        and name not in IGNORED
         and (value is None or isinstance(value, bool | int | float | str))
     }

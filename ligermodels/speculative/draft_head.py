@@ -92,7 +92,8 @@ class DraftHeadModel(MultiHeadModel):
     # -- parts of the loss and of drafting -----------------------------------------------------------------------------
 
     def prepare(self, first: int, inputs: Mapping[str, Any], loss_options: Mapping[str, Any]) -> PreparedBatch:
-        """`MultiHeadModel.prepare`; UserWarning if parameters of the base model wait for gradients in vain."""
+        """See `MultiHeadModel.prepare` for `first`, `inputs` and `loss_options`. UserWarning if parameters of the base
+        model require gradients, which the loss does not give them."""
         trains = inputs["labels"] is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if trains and any(parameter.requires_grad for parameter in self.base.parameters()):
             warnings.warn(

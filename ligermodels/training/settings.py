@@ -18,8 +18,18 @@ Condition = tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str]
 def without_effect(
     conditions: Sequence[Condition], settings: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """(name, reason) of settings that differ from their default but have no effect. A generator, so that the caller can
-    reset a setting before the next is checked."""
+    """Settings that differ from their default but have no effect.
+
+    A generator, so that the caller can reset a setting before the next is checked.
+
+    Args:
+        conditions: when settings have an effect.
+        settings: name -> value of all settings.
+        defaults: name -> default of all settings.
+
+    Yields:
+        (name, reason) of a setting.
+    """
     for names, has_effect, reason in conditions:
         for name in names:
             if settings[name] != defaults[name] and not has_effect(settings):
@@ -29,7 +39,13 @@ def without_effect(
 def with_effect(
     conditions: Sequence[Condition], settings: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The settings of a run over `defaults`, without settings that have no effect: earlier releases took some."""
+    """All settings of a stored run; those without effect, which earlier releases took, have their default.
+
+    Args:
+        conditions: when settings have an effect.
+        settings: name -> value of the stored settings.
+        defaults: name -> default of all settings.
+    """
     values = {**defaults, **settings}
     for name, _ in without_effect(conditions, values, defaults):
         values[name] = defaults[name]
