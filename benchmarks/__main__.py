@@ -12,7 +12,7 @@ ROOMS = {
     "cases": (
         "ops", "attention", "delta", "training", "command_line", "medusa", "draft", "decoding", "quantized_decoding",
         "cpu_decoding", "float8_block", "float8_scaled_mm", "float8_loss", "needed_tokens", "loading", "demo",
-        "compare", "mixtures", "parallel", "resume", "grpo", "batch_invariant", "all",
+        "compare", "mixtures", "parallel", "resume", "grpo", "batch_invariant", "weight_update", "all",
     ),
     "reporting": ("report",),
 }  # fmt: skip

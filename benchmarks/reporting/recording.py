@@ -20,7 +20,18 @@ from benchmarks.timing.measure import MEASURE
 RESULTS = Path(__file__).parents[1] / "results"
 PACKAGES = (
     *("torch", "triton", "transformers", "liger-kernel", "quack-kernels", "cut-cross-entropy"),
-    *("flash-attn-4", "flash-attn-3", "flash-attn", "flash-linear-attention", "fla-core", "peft", "trl", "torchao"),
+    *(
+        "flash-attn-4",
+        "flash-attn-3",
+        "flash-attn",
+        "flash-linear-attention",
+        "fla-core",
+        "mamba-ssm",
+        "causal-conv1d",
+        "peft",
+        "trl",
+        "torchao",
+    ),
 )
 """Packages with a recorded version, if they are installed."""
 
