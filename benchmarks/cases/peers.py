@@ -107,8 +107,6 @@ def _compiled(make: Callable[..., nn.Module], **options: Any) -> Callable[[dict[
 
 FLOAT8 = "ligermodels + float8"
 """Our model with the linear layers of the blocks in float8."""
-GRAPH = "ligermodels + CUDA graph"
-"""Our model, with the whole step in a CUDA graph, as `train` takes it on one GPU."""
 TORCHAO = "transformers + torchao float8 + torch.compile"
 """transformers with the linear layers of the blocks in float8."""
 
@@ -116,7 +114,6 @@ PROVIDERS: dict[str, Callable[[dict[str, Any], Path | None], nn.Module]] = {
     "ligermodels": ours,
     FLOAT8: lambda config, folder: lm.float8(cast(lm.CausalLM, ours(config, folder))),
     "ligermodels + torch.compile": _compiled(ours, fullgraph=True),
-    GRAPH: ours,
     "transformers": transformers,
     "transformers + torch.compile": _compiled(transformers),
     "transformers + nativize": lambda config, folder: lm.nativize(transformers(config, folder)),

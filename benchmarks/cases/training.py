@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import ligermodels as lm
 from benchmarks.cases.models import CONFIGS, LOSS_ALONE, NOT_IN_FP32, few_layers
-from benchmarks.cases.peers import FLOAT8, GRAPH, PROVIDERS, TORCHAO, ours, transformers
+from benchmarks.cases.peers import FLOAT8, PROVIDERS, TORCHAO, ours, transformers
 from benchmarks.cases.projections import IN_BF16, IN_FLOAT8, Products
 from benchmarks.cases.roofline import BOTH, FROZEN, training_roofline
 from benchmarks.reporting import recording
@@ -32,7 +32,6 @@ from benchmarks.timing import measure
 from benchmarks.timing.profile import profile
 from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.training.cuda_graph import graph_step
 from ligermodels.training.fused_adamw import FusedAdamW
 
 ERROR_LIMIT = {FLOAT8: 0.3, TORCHAO: 0.3}
@@ -180,13 +179,7 @@ def run(case: Case, provider: str, profiled: bool = False, steps: int = STEPS) -
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    take = graph_step(cast(CausalLM, model), optimizer, max_grad_norm=None) if provider == GRAPH else None
-
-    def graph() -> None:
-        assert take is not None
-        take([{"input_ids": ids, "labels": labels}])
-
-    record = timed(step if take is None else graph, steps)
+    record = timed(step, steps)
     record["tokens_per_s"] = case.batch * case.length / record["step_ms"] * 1e3
     if profiled:
         record["profile_ms"] = profile(step)
