@@ -86,6 +86,7 @@ CASES = [
     Case("lfm2-1.2b", 4, 4096),
     Case("granite-4.0-h-micro", 1, 4096),
     Case("granite-4-layers", 1, 1024),
+    Case("granite-4-layers", 2, 4096),
     Case("muse-glimmer-4-layers", 2, 4096),
     Case("nemotron-3-nano-4-layers", 2, 4096),
     Case("falcon-h1-1.5b", 1, 4096),

@@ -1,5 +1,4 @@
-"""`python -m benchmarks weight_update`: new weights of a model for another process of the host, as `update_weights` sends
-them to a vLLM engine.
+"""`python -m benchmarks weight_update`: new weights for another process, as `update_weights` sends them to vLLM.
 
 The other process stands for the engine's worker: it reads buckets with `read_bucket` and copies them into a second
 model with `WeightStream`, which is what the worker does, and answers through a pipe in place of vLLM's calls. On a GPU
@@ -14,6 +13,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any, cast
@@ -62,7 +62,8 @@ def _worker(pipe: Connection, config: dict[str, Any], name: str) -> None:
     pipe.send(reader_of(device))
     while (message := pipe.recv()) is not None:
         if message == "begin":
-            pipe.send(stream.begin())
+            stream.begin()
+            pipe.send(None)
         elif message == "end":
             pipe.send(stream.missing())
         elif message == "bits":
@@ -95,9 +96,9 @@ def _worker_process(config: dict[str, Any], device: str) -> Iterator[Callable[[A
         process.join()
 
 
-def _update(model: CausalLM, ask: Callable[[Any], Any], shared: SharedBuckets, bucket: str) -> None:
+def _update(model: CausalLM, ask: Callable[[Any], Any], reader: dict[str, Any], bucket: str) -> None:
     ask("begin")
-    with shared:
+    with SharedBuckets(model.device, [reader]) as shared:
         for part in model.iter_hf_weights(bucket_bytes=bucket):
             ask(shared.pack(part))
     if missing := ask("end"):
@@ -148,16 +149,14 @@ def run(config: dict[str, Any], device: str, buckets: list[str], rounds: int) ->
             if device == "cpu":
                 del ways["cuda ipc"]
             for way, described in ways.items():
-                updates[way, bucket] = lambda bucket=bucket, described=described: _update(
-                    model, ask, SharedBuckets(model.device, [described]), bucket
-                )
+                updates[way, bucket] = partial(_update, model, ask, described, bucket)
         times = {key: _seconds(update, rounds) for key, update in updates.items()}
         if ask("bits") != _sum_of_bits(model):
             raise RuntimeError("the other process has other weights")
     here = _model(config, device, 2)
     stream = _stream(here)
     for bucket in buckets:
-        times["in process", bucket] = _seconds(lambda bucket=bucket: _update_here(model, stream, bucket), rounds)
+        times["in process", bucket] = _seconds(partial(_update_here, model, stream, bucket), rounds)
     if _sum_of_bits(here) != _sum_of_bits(model):
         raise RuntimeError("the model of this process has other weights")
     for (way, bucket), seconds in times.items():

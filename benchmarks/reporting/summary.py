@@ -73,6 +73,11 @@ ROWS = (
     Row("same, frozen head", "ops", "linear_log_probs 8192x4096x151936 frozen head", "both_ms", "ops linear_log_probs"),
 )  # fmt: skip
 
+HYBRIDS = ("lfm2", "granite", "muse", "nemotron", "falcon")
+"""How the names of the hybrids' cases of `training` begin; muse_glimmer came with them."""
+FAST_KERNELS = ("mamba-ssm", "causal-conv1d", "fla-core")
+"""Packages whose kernels transformers takes for recurrences and convolutions."""
+
 MARKS = ("<!-- results: written by `python -m benchmarks report` -->\n", "<!-- end of results -->\n")
 
 HEAD = """# Results
@@ -184,6 +189,7 @@ def page(found: Mapping[str, list[Record]]) -> str:
         + "\n".join(lines)
         + "\n\n![Training steps](training.png)\n\n"
         + _mixtures(found.get("mixtures", []))
+        + _hybrids(found.get("training", []))
         + "## Decoding\n"
         + _quantised(found.get("quantized", []))
         + _demo(found.get("demo", []))
@@ -191,8 +197,8 @@ def page(found: Mapping[str, list[Record]]) -> str:
     )
 
 
-def _mixtures(records: Sequence[Record]) -> str:
-    """Training steps of mixtures and hybrids beside transformers, the last record of each."""
+def _beside_transformers(records: Sequence[Record]) -> str:
+    """A table of steps of ours and of transformers in the same run, the last record of each case; "" without any."""
     last = {(r["case"], r["commit"], r["provider"]): r for r in records}
     lines = []
     for case, commit in {case: commit for case, commit, provider in last if provider == "transformers"}.items():
@@ -205,20 +211,35 @@ def _mixtures(records: Sequence[Record]) -> str:
             cells += [f"**{speed:.2f}**", f"{peer['peak_gib'] / ours['peak_gib']:.2f}"]
         else:
             cells += [peer.get("failed", "not measured").split(":")[0], "", ""]
-        lines.append(f"| {' | '.join((case, *cells, _short(ours['commit'])))} |")
-    if not lines:
-        return ""
-    return (
-        f"## Mixtures and hybrids, one {records[-1]['gpu']}\n\n"
-        "Full fine-tuning steps with AdamW in bf16 (LoRA where named), beside transformers "
-        f"{records[-1]['transformers']}, whose experts run on `grouped_mm`, in the same run: `mixtures`, and "
-        "`training lfm2 granite muse nemotron --providers ligermodels transformers`. Where the case names layers, the "
-        "model is cut to them, and its vocabulary by the same factor. fla-core, mamba-ssm and "
-        "causal-conv1d were not installed: transformers computes linear attention, Mamba2 and "
-        "convolutions in plain torch.\n\n"
-        "| | ligermodels | transformers | speed | memory | commit |\n|---|---|---|---|---|---|\n"
-        + "\n".join(lines)
-        + "\n\n"
+        kernels = [f"{name} {peer[name]}" for name in FAST_KERNELS if name in peer]
+        lines.append(f"| {' | '.join((case, *cells, ', '.join(kernels) or '-', _short(ours['commit'])))} |")
+    head = "| | ligermodels | transformers | speed | memory | kernels of transformers | commit |\n" + "|---" * 7 + "|\n"
+    return head + "\n".join(lines) + "\n\n" if lines else ""
+
+
+def _mixtures(records: Sequence[Record]) -> str:
+    """Training steps of mixtures beside transformers."""
+    table = _beside_transformers(records)
+    return table and (
+        f"## Mixtures, one {records[-1]['gpu']}\n\n"
+        "`mixtures`: full fine-tuning steps with AdamW in bf16 (LoRA where named), beside transformers "
+        f"{records[-1]['transformers']}, whose experts run on `grouped_mm`, in the same run. Where the case names "
+        "layers, the model is cut to them, and its vocabulary by the same factor. fla-core and causal-conv1d were not "
+        "installed: transformers computes linear attention and convolutions in plain torch.\n\n" + table
+    )
+
+
+def _hybrids(records: Sequence[Record]) -> str:
+    """Training steps of models with Mamba2 or convolutions, and of muse_glimmer, beside transformers."""
+    records = [record for record in records if record["case"].startswith(HYBRIDS)]
+    table = _beside_transformers(records)
+    return table and (
+        f"## Hybrids, one {records[-1]['gpu']}\n\n"
+        "`training lfm2 granite muse nemotron falcon --providers ligermodels transformers`: full fine-tuning steps "
+        f"with AdamW in bf16, beside transformers {records[-1]['transformers']} in the same run, with the kernels that "
+        "the row names. Where the case names layers, the model is cut to them, and its vocabulary by the same factor. "
+        "`-`: none were installed, or the model has no use for them. Of mamba-ssm its Triton kernels were installed, "
+        "which are those of Mamba2.\n\n" + table
     )
 
 

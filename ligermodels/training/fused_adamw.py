@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -14,15 +15,16 @@ from torch.utils.hooks import RemovableHandle
 from ligermodels.arguments import check_number
 from ligermodels.convert.shards import is_dtensor, local_box
 from ligermodels.errors import InputError, short
-from ligermodels.ops import adamw_step
 from ligermodels.ops.optimizer.adamw import adamw_numbers, adamw_step_in_memory
+from ligermodels.ops.optimizer.blockwise import Average
+from ligermodels.ops.optimizer.foreach_adamw import AdamWUpdate, foreach_adamw_step
 from ligermodels.ops.optimizer.rounding import Shard
 from ligermodels.training.blockwise_state import CODES, SCALES, average_of, local_tensor, new_blockwise
 from ligermodels.training.recording import GraphNumbers, Recording
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` in one kernel launch per parameter, with the same states and state dict.
+    """`torch.optim.AdamW` in one kernel launch for all parameters of a dtype, with the same states and state dict.
 
     Sharded parameters (DTensor) are updated shard by shard; make the optimizer after the model is sharded. amsgrad,
     maximize and capturable are not implemented.
@@ -120,10 +122,13 @@ class FusedAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        updated: defaultdict[int, list[tuple[int, Tensor]]] = defaultdict(list)
         for index, group, parameter in self.indexed_parameters():
             if parameter.grad is not None:
                 self.start_state(parameter, index)
-                self.update_parameter(parameter, self.param_groups[group], index)
+                updated[group].append((index, parameter))
+        for group, parameters in updated.items():
+            self.update_parameters(parameters, self.param_groups[group])
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -160,7 +165,7 @@ class FusedAdamW(torch.optim.AdamW):
                 this.backward_norms[index] = torch.linalg.vector_norm(parameter.grad.detach())
             if not this.traces_backward:
                 this.start_state(parameter, index)
-                this.update_parameter(parameter, this.param_groups[group], index)
+                this.update_parameters([(index, parameter)], this.param_groups[group])
             parameter.grad = None
 
         handles = [
@@ -178,7 +183,7 @@ class FusedAdamW(torch.optim.AdamW):
         grouped = ((i, p) for i, group in enumerate(self.param_groups) for p in group["params"])
         return ((index, i, parameter) for index, (i, parameter) in enumerate(grouped))
 
-    # -- one parameter: what a subclass changes ------------------------------------------------------------------------
+    # -- what a subclass changes -----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def start_state(self, parameter: Tensor, index: int) -> None:
@@ -211,33 +216,35 @@ class FusedAdamW(torch.optim.AdamW):
         return adamw_numbers(step, float(group["lr"]), group["betas"], group["weight_decay"])
 
     @torch.no_grad()
-    def update_parameter(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
-        """Update one parameter, and count its step unless a CUDA graph is recorded.
+    def update_parameters(self, parameters: Sequence[tuple[int, Tensor]], group: dict[str, Any]) -> None:
+        """Update parameters of one group, and count their step unless a CUDA graph is recorded.
 
         Args:
-            parameter: the parameter, with its gradient.
-            group: the options of its group.
-            index: its index among all parameters, from 0.
+            parameters: index among all parameters, from 0, and the parameter, with its gradient and its state.
+            group: the options of the group.
         """
-        state, seeds = self.state[parameter], self.rounding_seeds(index)
-        parts = local_tensor(parameter), local_tensor(parameter.grad)
-        averages = average_of(state, "exp_avg"), average_of(state, "exp_avg_sq")
-        options = {"betas": group["betas"], "eps": group["eps"]}
         if self.graph_numbers is not None:
-            numbers, key = self.graph_numbers.of(index)
-            adamw_step_in_memory(*parts, *averages, numbers=numbers, key=key, **options)
+            for index, parameter in parameters:
+                numbers, key = self.graph_numbers.of(index)
+                adamw_step_in_memory(
+                    *self._tensors_of(parameter), numbers=numbers, key=key, betas=group["betas"], eps=group["eps"]
+                )
             return
-        state["step"] += 1
-        adamw_step(
-            *parts,
-            *averages,
-            step=int(state["step"]),
-            lr=float(group["lr"]),
-            weight_decay=group["weight_decay"],
-            rounding_seeds=seeds,
-            shard=None if seeds is None else shard_of(parameter),
-            **options,
-        )
+        steps = [self.state[parameter]["step"] for _, parameter in parameters]
+        torch._foreach_add_(steps, 1)
+        seeds = [self.rounding_seeds(index) for index, _ in parameters]
+        updates = [
+            AdamWUpdate(*self._tensors_of(parameter), int(step), seed, None if seed is None else shard_of(parameter))
+            for (_, parameter), step, seed in zip(parameters, steps, seeds, strict=True)
+        ]
+        options = {name: group[name] for name in ("betas", "eps", "weight_decay")}
+        foreach_adamw_step(updates, lr=float(group["lr"]), **options)
+
+    def _tensors_of(self, parameter: Tensor) -> tuple[Tensor, Tensor, Average, Average]:
+        """A parameter, its gradient and their averages, as far as this rank has them."""
+        state, gradient = self.state[parameter], parameter.grad
+        averages = average_of(state, "exp_avg"), average_of(state, "exp_avg_sq")
+        return local_tensor(parameter), local_tensor(gradient), *averages
 
     def rounding_seeds(self, index: int) -> tuple[int, int] | None:
         """Seeds of stochastic rounding. The index gives parameters of the same shape different random bits."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -147,11 +147,17 @@ class Muon(FusedAdamW):
         return 1 - lr * group["weight_decay"], lr * matrices.factor, 1.0
 
     @torch.no_grad()
-    def update_parameter(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
-        matrices = self.defaults["matrices"].get(index)
-        if matrices is None:
-            super().update_parameter(parameter, group, index)
-            return
+    def update_parameters(self, parameters: Sequence[tuple[int, Tensor]], group: dict[str, Any]) -> None:
+        matrices = self.defaults["matrices"]
+        if others := [each for each in parameters if each[0] not in matrices]:
+            super().update_parameters(others, group)
+        for index, parameter in parameters:
+            if index in matrices:
+                self._update_matrices(parameter, group, index)
+
+    def _update_matrices(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
+        """Muon's update of a parameter."""
+        matrices = self.defaults["matrices"][index]
         state, seeds = self.state[parameter], self.rounding_seeds(index)
         numbers: Any
         key: Any

@@ -108,7 +108,7 @@ class GraphNumbers:
                 twin.grad = torch.zeros_like(parameter)
                 optimizer.state[twin] = {name: torch.zeros_like(value) for name, value in state.items()}
                 with self:
-                    optimizer.update_parameter(twin, optimizer.param_groups[group_index], index)
+                    optimizer.update_parameters([(index, twin)], optimizer.param_groups[group_index])
                 del optimizer.state[twin]
 
     def __enter__(self) -> None:

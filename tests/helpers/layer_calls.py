@@ -11,6 +11,7 @@ from ligermodels.ops.float8.tail import tail_of
 from ligermodels.ops.glu.glu import GLUOptions
 from ligermodels.ops.optimizer.adamw import Shard, adamw_step_in_memory
 from ligermodels.ops.optimizer.blockwise import Blockwise
+from ligermodels.ops.optimizer.foreach_adamw import AdamWUpdate, foreach_adamw_step
 from ligermodels.ops.optimizer.muon import apply_update, momentum_step
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -277,6 +278,13 @@ def adamw_step(dtypes: tuple[torch.dtype, ...], seeds: Any, shard: tuple[int, in
     ops.adamw_step(
         *tensors, step=1, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, rounding_seeds=seeds, shard=whole
     )
+
+
+@calls("adamw_step of many parameters", dtypes=DTYPES, seeds=(None, (1,)), columns=(60, 64))
+def adamw_steps(dtypes: tuple[torch.dtype, ...], seeds: Any, columns: int) -> None:
+    parameters = [[leaf(7, columns, dtype=dtype, grad=False) for dtype in dtypes] for _ in range(2)]
+    updates = [AdamWUpdate(*tensors, step=1, rounding_seeds=seeds) for tensors in parameters]
+    foreach_adamw_step(updates, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
 
 
 @calls("adamw_step in CUDA graphs", dtypes=DTYPES, stochastic=BOTH)

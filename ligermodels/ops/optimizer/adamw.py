@@ -22,7 +22,7 @@ from ligermodels.ops.optimizer.blockwise import (
 )
 from ligermodels.ops.optimizer.rounding import BLOCK, Shard, elements, random_words, rounded, rounding_key
 from ligermodels.ops.runtime.checks import Signature
-from ligermodels.ops.runtime.dispatch import tl, use_kernels
+from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import reject_dtensors
 
@@ -77,7 +77,7 @@ def adamw_step(
         >>> averages = torch.zeros(4, 8), torch.zeros(4, 8)
         >>> adamw_step(weight, gradient, *averages, step=1, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     """
-    tensors = _checked(parameter, gradient, exp_avg, exp_avg_sq)
+    tensors = checked(parameter, gradient, exp_avg, exp_avg_sq)
     if not use_kernels(*tensors[:2]) and parameter.device.type == "cpu" and _rounds_nothing(tensors):
         p, g, m, v = ([cast(Tensor, x)] for x in tensors)
         torch_adamw(
@@ -120,7 +120,7 @@ def adamw_step_in_memory(
     Raises:
         InputError: shapes or devices do not fit, or a tensor updated in place is not contiguous.
     """
-    tensors = _checked(parameter, gradient, exp_avg, exp_avg_sq)
+    tensors = checked(parameter, gradient, exp_avg, exp_avg_sq)
     if use_kernels(*tensors[:2]):
         _launch(tensors, (numbers, 0.0, 0.0, *betas, eps), key, None)
     else:
@@ -143,22 +143,23 @@ def adamw_numbers(step: int, lr: float, betas: tuple[float, float], weight_decay
     return 1 - lr * weight_decay, lr / (1 - betas[0] ** step), (1 - betas[1] ** step) ** 0.5
 
 
-def _checked(
+def checked(
     parameter: Tensor, gradient: Tensor, exp_avg: Average, exp_avg_sq: Average
 ) -> tuple[Tensor, Tensor, Average, Average]:
-    averages = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    written = {"parameter": parameter} | {name: x for name, x in averages.items() if isinstance(x, Tensor)}
-    for name, x in averages.items():
-        if isinstance(x, Blockwise):
+    """The tensors of a step, the gradient contiguous; autograd learns that the others change. InputError if they do not
+    fit."""
+    if isinstance(exp_avg, Tensor) and isinstance(exp_avg_sq, Tensor):
+        _TENSORS.check("adamw_step", parameter, gradient, exp_avg, exp_avg_sq)
+        written = {"parameter": parameter, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    else:
+        written = {"parameter": parameter}
+        for name, x in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+            if isinstance(x, Tensor):
+                raise InputError("adamw_step: exp_avg and exp_avg_sq must both be tensors, or both Blockwise")
             check_blockwise("adamw_step", name, x, parameter)
             written |= {f"{name}.codes": x.codes, f"{name}.scales": x.scales}
-    if isinstance(exp_avg, Blockwise) != isinstance(exp_avg_sq, Blockwise):
-        raise InputError("adamw_step: exp_avg and exp_avg_sq must both be tensors, or both Blockwise")
-    if isinstance(exp_avg, Blockwise):
         _WITH_BLOCKWISE.check("adamw_step", parameter, gradient)
         reject_dtensors("adamw_step", *written.values())
-    else:
-        _TENSORS.check("adamw_step", parameter, gradient, exp_avg, exp_avg_sq)
     for name, x in written.items():
         if not x.is_contiguous():
             raise InputError(f"adamw_step: {name} must be contiguous, has strides {x.stride()}: call .contiguous()")
@@ -209,6 +210,34 @@ def _step_reference(
     store(exp_avg_sq, v, generator, shard, signed=False)
 
 
+@triton.jit
+def adamw_block(
+    parameter, gradient, exp_avg, exp_avg_sq, i, inside, first, keep, step_size, root, beta1, beta2, eps, key,
+    STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """The elements `i` (BLOCK,) that are `inside`; in random bits, four of them from `first` on share one draw."""
+    p = tl.load(parameter + i, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gradient + i, mask=inside, other=0.0).to(tl.float32)
+    m = tl.load(exp_avg + i, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(exp_avg_sq + i, mask=inside, other=0.0).to(tl.float32)
+    m = m + (1.0 - beta1) * (g - m)
+    v = beta2 * v + (1.0 - beta2) * g * g
+    p = p * keep - step_size * m / (tl.sqrt(v) / root + eps)
+    if STOCHASTIC:
+        # Philox gives four words of 32 bits at once, one for each of four elements: 16 bits for p, 8 for an average,
+        # filled up with a half so that they are right to a five hundredth of a unit.
+        words = random_words(key, first, BLOCK)
+        if parameter.dtype.element_ty == tl.bfloat16:
+            p = rounded(p, words >> 16)
+        if exp_avg.dtype.element_ty == tl.bfloat16:
+            m = rounded(m, (words & 0xFF00) + 0x80)
+        if exp_avg_sq.dtype.element_ty == tl.bfloat16:
+            v = rounded(v, ((words & 0xFF) << 8) + 0x80)
+    tl.store(parameter + i, p.to(parameter.dtype.element_ty), mask=inside)
+    tl.store(exp_avg + i, m.to(exp_avg.dtype.element_ty), mask=inside)
+    tl.store(exp_avg_sq + i, v.to(exp_avg_sq.dtype.element_ty), mask=inside)
+
+
 @kernel
 def _adamw_step_kernel(
     parameter, gradient, exp_avg, exp_avg_sq, size, blocks, first, apart, keep, step_size, root, beta1, beta2, eps, key,
@@ -227,28 +256,11 @@ def _adamw_step_kernel(
     # Four neighbours in the whole tensor share one draw: a block begins at a multiple of four, maybe before the row.
     before = 0 if ALIGNED else start % 4
     k = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    i = row * size + k - before
-    inside = (k >= before) & (k < size + before)
-    p = tl.load(parameter + i, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(gradient + i, mask=inside, other=0.0).to(tl.float32)
-    m = tl.load(exp_avg + i, mask=inside, other=0.0).to(tl.float32)
-    v = tl.load(exp_avg_sq + i, mask=inside, other=0.0).to(tl.float32)
-    m = m + (1.0 - beta1) * (g - m)
-    v = beta2 * v + (1.0 - beta2) * g * g
-    p = p * keep - step_size * m / (tl.sqrt(v) / root + eps)
-    if STOCHASTIC:
-        # Philox gives four words of 32 bits at once, one for each of four elements: 16 bits for p, 8 for an average,
-        # filled up with a half so that they are right to a five hundredth of a unit.
-        words = random_words(key, start // 4 + block.to(tl.int64) * (BLOCK // 4), BLOCK)
-        if parameter.dtype.element_ty == tl.bfloat16:
-            p = rounded(p, words >> 16)
-        if exp_avg.dtype.element_ty == tl.bfloat16:
-            m = rounded(m, (words & 0xFF00) + 0x80)
-        if exp_avg_sq.dtype.element_ty == tl.bfloat16:
-            v = rounded(v, ((words & 0xFF) << 8) + 0x80)
-    tl.store(parameter + i, p.to(parameter.dtype.element_ty), mask=inside)
-    tl.store(exp_avg + i, m.to(exp_avg.dtype.element_ty), mask=inside)
-    tl.store(exp_avg_sq + i, v.to(exp_avg_sq.dtype.element_ty), mask=inside)
+    adamw_block(
+        parameter, gradient, exp_avg, exp_avg_sq, row * size + k - before, (k >= before) & (k < size + before),
+        start // 4 + block.to(tl.int64) * (BLOCK // 4), keep, step_size, root, beta1, beta2, eps, key, STOCHASTIC,
+        BLOCK,
+    )  # fmt: skip
 
 
 @kernel
