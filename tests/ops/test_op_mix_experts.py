@@ -286,3 +286,20 @@ GATE_UP, DOWN = torch.ones(2, 10, 3), torch.ones(2, 3, 5)
 def test_bad_input(inputs: tuple[Any, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
         ops.mix_experts(*inputs, activation=SILU)
+
+
+@pytest.mark.parametrize("kind", [None, "int4"])
+@pytest.mark.parametrize("backend", ["auto", "grouped_mm"])
+@pytest.mark.parametrize("expert", [-1, 4])
+def test_an_expert_that_is_not_there(kind: Any, backend: str, expert: int) -> None:
+    """It would take the rows of another, or of none."""
+    weights = [torch.randn(shape, dtype=torch.float16) for shape in ((4, 16, 128), (4, 128, 8))]
+    experts = torch.tensor([[0, 3], [2, expert], [1, 0]])
+    inputs = torch.randn(3, 128, dtype=torch.float16), torch.rand(3, 2), experts
+    message = rf"mix_experts: experts must lie in \[0, 4\), but \[1, 1\] is {expert}"
+    with ops.set_experts_backend(backend), pytest.raises(InputError, match=message):
+        if kind is None:
+            ops.mix_experts(*inputs, *weights, activation=SILU)
+        else:
+            codes = [ops.quantize_weight(weight.flatten(0, 1), kind) for weight in weights]
+            ops.quantized_mix_experts(*inputs, *codes, 4, activation=SILU)

@@ -16,7 +16,7 @@ from ligermodels.ops.moe.chosen_rows import ChosenRows, sum_rows, take_rows
 from ligermodels.ops.moe.experts import grouped_mm, sort_by_expert
 from ligermodels.ops.moe.few_tokens import few_tokens
 from ligermodels.ops.quantized.expert_rows import expert_rows_refuse
-from ligermodels.ops.runtime.checks import Signature
+from ligermodels.ops.runtime.checks import Signature, check_chosen
 from ligermodels.ops.runtime.dispatch import Setting, set_batch_invariant
 from ligermodels.ops.runtime.tensors import autocast_dtype
 
@@ -44,7 +44,11 @@ def by_expert(
 
     Returns:
         (N, M), of the dtype that `compute` returns; the sum is in float32 (float64 for weights in float64).
+
+    Raises:
+        InputError: an expert is not in [0, num_experts), where values are read on the host: see `set_host_checks`.
     """
+    check_chosen("by_expert", experts, num_experts)
     order, inverse, offsets = sort_by_expert(experts, num_experts)
     chosen = ChosenRows(order, inverse.view_as(experts))
     return sum_rows(compute(take_rows(tokens, chosen), offsets), weights, chosen)
@@ -160,11 +164,13 @@ def mix_experts(
         (N, H), of x's dtype, or of the dtype of autocast.
 
     Raises:
-        InputError: shapes, dtypes or devices do not fit.
+        InputError: shapes, dtypes or devices do not fit, or an expert is not in [0, E), where values are read on the
+            host: see `set_host_checks`.
         BackendError: the named backend is unknown or cannot serve this call.
     """
     _MIX.check("mix_experts", x, weights, experts, gate_up, down, gate_up_bias, down_bias)
     _check_pairs("mix_experts", activation, gate_up, down)
+    check_chosen("mix_experts", experts, len(gate_up))
     operands = gate_up, down, gate_up_bias, down_bias
     if takes_few_tokens(_few_tokens_refuses(x, weights, *operands, activation=activation), backend):
         both = (gate_up.flatten(0, 1), None), (down.flatten(0, 1), None)

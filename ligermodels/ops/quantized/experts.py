@@ -19,7 +19,7 @@ from ligermodels.ops.moe.mix import by_expert, require_grouped_mm, takes_few_tok
 from ligermodels.ops.quantized.dequantize import dequantize_weight, dequantize_weight_reference
 from ligermodels.ops.quantized.expert_rows import expert_rows, expert_rows_refuse
 from ligermodels.ops.quantized.weights import BYTES, GROUP, QuantizedWeight, check_quantized, num_groups
-from ligermodels.ops.runtime.checks import Signature, check_tensor
+from ligermodels.ops.runtime.checks import Signature, check_chosen, check_tensor
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import under_autocast
@@ -90,7 +90,8 @@ def quantized_mix_experts(
         (N, H), dtype of x.
 
     Raises:
-        InputError: shapes, dtypes or devices do not fit, or an operand is a DTensor.
+        InputError: shapes, dtypes or devices do not fit, an operand is a DTensor, or an expert is not in [0, E), where
+            values are read on the host: see `set_host_checks`.
         BackendError: `set_experts_backend` names a backend that cannot serve this call.
     """
     refuse_batch_invariant("quantized_mix_experts")
@@ -110,6 +111,7 @@ def quantized_mix_experts(
             check_tensor(name, each, bias, (num_experts, width), x.device)
     check_quantized(name, *gate_up, x.shape[1], x.device)
     check_quantized(name, *down, size, x.device)
+    check_chosen(name, experts, num_experts)
     biases = [None if bias is None else bias.to(x.dtype) for bias in (gate_up_bias, down_bias)]
     with_gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weights, *biases))
     reason = "it has no gradients" if with_gradients else None

@@ -243,6 +243,19 @@ def check_rising(op: str, cu_seqlens: Tensor | None, total: int | None = None) -
         raise InputError(f"{op}: cu_seqlens must rise from 0{end}; got {short(cu_seqlens.tolist())}")
 
 
+def check_chosen(op: str, experts: Tensor, num_experts: int) -> None:
+    """InputError unless the chosen experts (N, k) are in [0, num_experts). It is checked where `check_rising` is.
+
+    Args:
+        op: the op's name, for the message.
+        experts: integers (N, k).
+        num_experts: number of experts.
+    """
+    if torch.compiler.is_compiling() or is_fake(experts) or not checked_on_host(experts):
+        return
+    assert_async((experts >= 0) & (experts < num_experts), f"{op}: experts must lie in [0, {num_experts})", experts)
+
+
 def check_scores(op: str, softmax_scale: Any = None, window: Any = None, softcap: Any = None) -> None:
     """Checks the options of attention scores; None stands for the default of each.
 
