@@ -70,14 +70,14 @@ def test_greedy_tokens_of_text_in_a_padded_batch(pair: Pair) -> None:
     mask[1, :4] = mask[2, :8] = 0
     ids[mask == 0] = 0
     # Beyond the ids of text are those of images, after which transformers' positions are no longer those of text.
-    options = {"max_new_tokens": 25, "suppress_tokens": [], "do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
+    options = {"max_new_tokens": 8, "suppress_tokens": [], "do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
     images = [[token] for token in range(126, 131)]
     theirs = oracle.generate(ids, attention_mask=mask, bad_words_ids=images, **options)
 
     def no_images(_: Tensor, scores: Tensor) -> Tensor:
         return scores.index_fill(1, torch.arange(126, 131), -torch.inf)
 
-    ours = model.generate(ids, attention_mask=mask, logits_processor=[no_images], max_new_tokens=25, eos_token_id=2)
+    ours = model.generate(ids, attention_mask=mask, logits_processor=[no_images], max_new_tokens=8, eos_token_id=2)
     assert torch.equal(ours, theirs)
 
 

@@ -204,6 +204,8 @@ def awkward(rank: int, folder: Path, mesh: DeviceMesh) -> None:
             check_gradients(model, plain, partial(of, {"input_ids": ids, "labels": ids}))
         model.activation_checkpointing = plain.activation_checkpointing = "selective" if name == "four" else "full"
         check_gradients(model, plain, of_labels)
+        if name == "four-experts":  # documents, padding and embeddings come to all layers alike
+            continue
         ids = torch.randint(3, 131, (1, 11), generator=generator)
         bounds = torch.tensor([0, 4, 5, 11], dtype=torch.int32)
         check_gradients(model, plain, partial(of, {"input_ids": ids, "labels": ids, "cu_seqlens": bounds}))
@@ -250,7 +252,7 @@ def beside_others(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         torch.manual_seed(0)
         model = lm.from_config(CONFIGS["deepseek_v3"])
         both.append(lm.parallelize(model, lm.ParallelPlan(context=2, tensor=2)) if spread else model)
-    for inputs in some_inputs(0, 2):
+    for inputs in some_inputs(0, 3):
         check_pass(both[1], both[0], inputs)
 
 
