@@ -134,13 +134,15 @@ def test_export_of_everything_in_every_layout(config: dict[str, Any], layout: di
     after = load_file(out / "model.safetensors")
     assert after.keys() == stored.keys() and all(torch.equal(after[key], stored[key]) for key in stored)
     assert {path.name for path in out.iterdir()} == {path.name for path in folder.iterdir()}
-    opened = PreTrainedModel.from_pretrained.__func__  # Qwen2.5-Omni's own gives no info.
-    reopened, info = opened(type(oracle), out, attn_implementation="eager", output_loading_info=True)
-    assert not any(info.values()), info
     with torch.no_grad():
         wanted = thinker(oracle)(tokens()).logits
-        assert relative_error(thinker(plain(reopened))(tokens()).logits, wanted) < TOLERANCE
         assert relative_error(model(tokens()).logits, wanted) < TOLERANCE
+        # In other layouts transformers has the same config, and the tensors of the files that came in.
+        if layout is FAMILIES[config["model_type"]].layouts[0] or config not in MULTIMODAL.values():
+            opened = PreTrainedModel.from_pretrained.__func__  # Qwen2.5-Omni's own gives no info.
+            reopened, info = opened(type(oracle), out, attn_implementation="eager", output_loading_info=True)
+            assert not any(info.values()), info
+            assert relative_error(thinker(plain(reopened))(tokens()).logits, wanted) < TOLERANCE
     rewritten = {"rope_theta", "rope_scaling", "rope_parameters", "dtype", "torch_dtype", "rope_local_base_freq"}
     rewritten |= {"partial_rotary_factor", "mtp_num_hidden_layers"}  # there are no tensors of the head
     nested = ("thinker_config", "text_config")

@@ -20,12 +20,7 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import IGNORE_INDEX
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
 
-FAMILIES = {
-    "llama-3.2": "selective",
-    "gemma2": "full",
-    "phi3": "selective",
-    "lfm2-biases": "none",
-}
+FAMILIES = {"llama-3.2": "selective", "gemma2": "full", "phi3": "selective", "lfm2-biases": "none"}
 """Names of configs -> activation checkpointing. Tied; windows and softcap; frequencies that go by the row's length;
 short convolutions. Rows of every other kind of layer: test_every_kind; a mixture: test_beside_other_degrees."""
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {

@@ -329,13 +329,7 @@ def over_four(rank: int, mesh: DeviceMesh, name: str) -> None:
     check_generation(model, plain)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("llama", "llama-tied"),
-        ("gemma2", "olmo2", "qwen3_moe", "gpt_oss", "qwen3_5"),
-    ],
-)
+@pytest.mark.parametrize("names", [("llama", "llama-tied"), ("gemma2", "olmo2", "qwen3_moe", "gpt_oss", "qwen3_5")])
 def test_equals_one_process(names: tuple[str, ...], tmp_path: Path) -> None:
     """Gradients of layers with other options: test_every_kind."""
     in_two_ranks(train_generate_save, tmp_path, *names)
