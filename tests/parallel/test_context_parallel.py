@@ -20,9 +20,10 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import IGNORE_INDEX
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
 
-FAMILIES = {"llama-3.2": "selective", "gemma2": "full", "phi3": "selective", "lfm2-biases": "none"}
+FAMILIES = {"llama-3.2": "selective", "gemma2": "full", "phi3": "selective", "lfm2-biases": "none", "qwen3_moe": "none"}
 """Names of configs -> activation checkpointing. Tied; windows and softcap; frequencies that go by the row's length;
-short convolutions. Rows of every other kind of layer: test_every_kind; a mixture: test_beside_other_degrees."""
+short convolutions; a mixture with a load-balancing loss, which counts no padding. Rows of every other kind of layer:
+test_every_kind."""
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_text": ("none", {}),
     "kimi_linear": ("selective", {}),
