@@ -165,7 +165,7 @@ def test_states_at_every_boundary(pair: Pair) -> None:
         assert not padded.states[mask == 0].any() and not padded.last[mask == 0].any()
 
 
-@of_each_kind
+@of_each_family
 def test_medusa_heads_train_and_decode(pair: Pair) -> None:
     model = pair[2]
     medusa = lm.MedusaModel.from_base(model, num_heads=2)

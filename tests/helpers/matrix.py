@@ -39,10 +39,10 @@ CAPABILITIES = {
 }
 """The tests that show each capability; of which families is in their parameters, or else in their names."""
 
-BY_KIND = {"Medusa heads", "MTP heads", "int4", "float8", "shard, context, tensor"}
+BY_KIND = {"MTP heads", "int4", "float8", "shard, context, tensor"}
 """Capabilities whose code goes by layers, shown in configurations that together have every kind of layer."""
 
-BY_LAYERS = {"packed", "generate", "nativize", "LoRA"} | BY_KIND
+BY_LAYERS = {"packed", "generate", "Medusa heads", "nativize", "LoRA"} | BY_KIND
 """Capabilities whose code goes by layers, not by families: shown in one configuration of each type."""
 
 REFUSALS = {"nativize": ["nativize/test_nativize.py::test_layers_without_a_counterpart_*"]}
@@ -51,8 +51,8 @@ REFUSALS = {"nativize": ["nativize/test_nativize.py::test_layers_without_a_count
 HEAD = """# What the tests show
 
 Of each family, by `model_type`: ✓ where all tests of a capability pass, and ✗ where one does not. Every configuration
-named here is loaded, trained and exported; packed documents and generation are tested in one of each type, and in those
-that together have every kind of layer with every option; Medusa heads, MTP heads, int4 and
+named here is loaded, trained and exported; packed documents, generation and Medusa heads are tested in one of each
+type, and in those that together have every kind of layer with every option; MTP heads, int4 and
 parallel plans (FSDP2, context and tensor parallelism on two ranks) only in the latter ("by kind"); training in float8
 in some that have every kind of layer, of other sizes. The logits and gradients of LoRA are PEFT's, in all
 configurations but two. "error" is shown by a test too: `nativize` refuses the type by name, and changes nothing. The
