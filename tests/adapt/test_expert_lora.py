@@ -39,9 +39,11 @@ WITHOUT_LAYERS = ("gpt_oss", "gemma4", "granitemoehybrid", "llama4", "lara_mini"
 """Families without checkpoints with a tensor for each expert."""
 
 
-def build(name: str = "qwen3_moe", targets: Any = ("experts",), **options: Any) -> lm.CausalLM:
+def build(
+    name: str = "qwen3_moe", targets: Any = ("experts",), fields: dict[str, Any] | None = None, **options: Any
+) -> lm.CausalLM:
     torch.manual_seed(0)
-    model = lm.from_config(CONFIGS[name])
+    model = lm.from_config({**CONFIGS[name], **(fields or {})})
     return draw(lm.add_lora(model, **{"r": 3, "lora_alpha": 7, "target_modules": list(targets), **options}))
 
 
@@ -421,7 +423,8 @@ def test_activation_checkpointing_and_frozen_weights() -> None:
 
 
 def test_compiled_and_under_autocast() -> None:
-    model, plain = build(), build()
+    fewer_layers = {"num_hidden_layers": 2, "mlp_only_layers": []}  # a dense one and a mixture
+    model, plain = build(fields=fewer_layers), build(fields=fewer_layers)
     compiled = torch.compile(model, backend="aot_eager")
     for each, module in ((model, compiled), (plain, plain)):
         module(tokens(), labels=tokens()).loss.backward()

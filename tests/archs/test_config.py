@@ -150,7 +150,7 @@ class Oracle(NamedTuple):
 def oracle_of(config: Config, changed: Config) -> Oracle | None:
     """None where we refuse the fields together, or where transformers computes nothing with them; or if it is huge."""
     taken = composed(config, changed)
-    if taken is None or (re.search(r"=\d{6}", repr(taken)) and is_huge({**config, **changed})):
+    if taken is None or (re.search(r"=\d{6,}(?![\d.])", repr(taken)) and is_huge({**config, **changed})):
         return None
     folder = TemporaryDirectory()
     (Path(folder.name) / "config.json").write_text(json.dumps({**config, **changed}))

@@ -70,14 +70,14 @@ def test_greedy_tokens_of_text_in_a_padded_batch(pair: Pair) -> None:
     mask[1, :4] = mask[2, :8] = 0
     ids[mask == 0] = 0
     # Beyond the ids of text are those of images, after which transformers' positions are no longer those of text.
-    options = {"max_new_tokens": 25, "suppress_tokens": [], "do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
+    options = {"max_new_tokens": 8, "suppress_tokens": [], "do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
     images = [[token] for token in range(126, 131)]
     theirs = oracle.generate(ids, attention_mask=mask, bad_words_ids=images, **options)
 
     def no_images(_: Tensor, scores: Tensor) -> Tensor:
         return scores.index_fill(1, torch.arange(126, 131), -torch.inf)
 
-    ours = model.generate(ids, attention_mask=mask, logits_processor=[no_images], max_new_tokens=25, eos_token_id=2)
+    ours = model.generate(ids, attention_mask=mask, logits_processor=[no_images], max_new_tokens=8, eos_token_id=2)
     assert torch.equal(ours, theirs)
 
 
@@ -134,13 +134,15 @@ def test_export_of_everything_in_every_layout(config: dict[str, Any], layout: di
     after = load_file(out / "model.safetensors")
     assert after.keys() == stored.keys() and all(torch.equal(after[key], stored[key]) for key in stored)
     assert {path.name for path in out.iterdir()} == {path.name for path in folder.iterdir()}
-    opened = PreTrainedModel.from_pretrained.__func__  # Qwen2.5-Omni's own gives no info.
-    reopened, info = opened(type(oracle), out, attn_implementation="eager", output_loading_info=True)
-    assert not any(info.values()), info
     with torch.no_grad():
         wanted = thinker(oracle)(tokens()).logits
-        assert relative_error(thinker(plain(reopened))(tokens()).logits, wanted) < TOLERANCE
         assert relative_error(model(tokens()).logits, wanted) < TOLERANCE
+        # In other layouts transformers has the same config, and the tensors of the files that came in.
+        if layout is FAMILIES[config["model_type"]].layouts[0] or config not in MULTIMODAL.values():
+            opened = PreTrainedModel.from_pretrained.__func__  # Qwen2.5-Omni's own gives no info.
+            reopened, info = opened(type(oracle), out, attn_implementation="eager", output_loading_info=True)
+            assert not any(info.values()), info
+            assert relative_error(thinker(plain(reopened))(tokens()).logits, wanted) < TOLERANCE
     rewritten = {"rope_theta", "rope_scaling", "rope_parameters", "dtype", "torch_dtype", "rope_local_base_freq"}
     rewritten |= {"partial_rotary_factor", "mtp_num_hidden_layers"}  # there are no tensors of the head
     nested = ("thinker_config", "text_config")

@@ -13,7 +13,11 @@ from zoo import CONFIGS, OF_EACH_KIND
 
 import ligermodels as lm
 
-PLANS = [lm.ParallelPlan(shard=2), lm.ParallelPlan(context=2), lm.ParallelPlan(tensor=2)]
+PLANS = [lm.ParallelPlan(context=2), lm.ParallelPlan(tensor=2)]
+"""With `context`, FSDP2 shards the parameters over both ranks too; a third of the models also have a plan of FSDP2
+alone."""
+MODES: tuple[Any, ...] = ("none", "selective", "full")
+"""Of activation checkpointing: each kind of layer has two of them, by turns."""
 DECODING: dict[str, Any] = {"max_new_tokens": 3, "eos_token_id": [], "pad_token_id": 0}
 
 
@@ -27,11 +31,13 @@ def divisible(config: dict[str, Any]) -> dict[str, Any]:
 def train(rank: int, folder: Path, mesh: DeviceMesh, names: tuple[str, ...]) -> None:
     ids = torch.randint(3, 120, (2, 14), generator=torch.Generator().manual_seed(0))
     for name in names:
-        plain = build(name)
-        models = [copy.deepcopy(plain) for _ in PLANS]
+        plain, turn = build(name), OF_EACH_KIND.index(name)
+        plans = PLANS if turn % 3 else [lm.ParallelPlan(shard=2), *PLANS]
+        models = [copy.deepcopy(plain) for _ in plans]
         wanted_loss = by_first_rank(plain, lambda plain: plain(ids, labels=ids).loss)
-        for plan, model in zip(PLANS, models, strict=True):
-            loss = lm.parallelize(model, plan)(ids, labels=ids).loss
+        for number, (plan, model) in enumerate(zip(plans, models, strict=True)):
+            lm.parallelize(model, plan.model_copy(update={"activation_checkpointing": MODES[(turn + number) % 3]}))
+            loss = model(ids, labels=ids).loss
             loss.backward()
             torch.testing.assert_close(loss.detach(), wanted_loss, msg=lambda m, at=(name, plan): f"{at}: {m}")
             for (key, p), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {
     "excess_length_strategy": "truncate",
     "seq_len": 96,
-    "batch_tokens": 768,
+    "batch_tokens": 384,
     "max_bad_lines": 0,
     **EXACT,
     "steps": 2,
@@ -39,7 +39,9 @@ def recipes(base: Path, folder: Path, data: Path) -> dict[str, FineTuningRecipe]
         return tuning(common["base"], common["data"], **{**pairs, "objective": name, **changes})
 
     return {
-        "dpo micro": objective("dpo", micro_batch_tokens=192, loss_type=("sigmoid", "sft"), loss_weights=(1.0, 0.5)),
+        "dpo micro": objective(
+            "dpo", batch_tokens=768, micro_batch_tokens=192, loss_type=("sigmoid", "sft"), loss_weights=(1.0, 0.5)
+        ),
         "dpo lora": objective("dpo", lora_rank=3),
         "kto": objective("kto", desirable_weight=1.5),
         "orpo": objective("orpo", micro_batch_tokens=192),

@@ -166,7 +166,7 @@ def test_buffers_of_kimi_delta_attention_are_allocated_on_the_meta_device(monkey
     monkeypatch.setattr(delta_channels._Launch, "launch", collecting)
     found = []
     for device in ("cpu", "meta"):
-        *operands, dout = delta_operands(150, 3, 32, device)
+        *operands, dout = delta_operands(70, 2, 32, device)
         for op, arguments in (
             (torch.ops.ligermodels.channel_delta_forward.default, (*operands, None, None, True)),
             (torch.ops.ligermodels.channel_delta_backward.default, (dout, None, *operands, None, None, False)),
@@ -176,7 +176,7 @@ def test_buffers_of_kimi_delta_attention_are_allocated_on_the_meta_device(monkey
             with Allocated() as allocated:
                 function(*arguments)
             found.append(allocated.most)
-    assert found[:2] == found[2:] and found[1] > 1.5 * found[0] > 150 * 3 * (10 * 32 + 256)
+    assert found[:2] == found[2:] and found[1] > 1.5 * found[0] > 70 * 2 * (10 * 32 + 256)
 
 
 def test_memory_of_kimi_delta_attention_is_that_measured_on_an_h200() -> None:
@@ -221,6 +221,8 @@ def test_every_kind_of_layer_can_be_planned(name: str) -> None:
     else:
         half = step_memory(model, 2, 40, tensor=2)
         assert whole.weights / 2 <= half.weights < 0.7 * whole.weights and half.activations < whole.activations
+        if mode == "full":  # LoRA: of every second kind
+            return
         lm.add_lora(model, 3)
         adapted, whole = step_memory(model, 2, 40, tensor=2), step_memory(model, 2, 40)
         assert half.weights < adapted.weights == half.weights + adapted.optimizer_states // 2

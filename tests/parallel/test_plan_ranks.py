@@ -21,13 +21,14 @@ from ligermodels.parallel.cost import ModelSize, step_cost
 from ligermodels.parallel.memory import GATHERED_UNITS, StepMemory, step_memory
 from ligermodels.training import FusedAdamW
 
-MIXTURE = {**CONFIGS["qwen3_moe"], "num_experts": 8}
+MIXTURE = {**CONFIGS["qwen3_moe"], "num_experts": 8, "num_hidden_layers": 2, "mlp_only_layers": []}
+HYBRID = {**CONFIGS["qwen3_5_text"], "num_hidden_layers": 2, "full_attention_interval": 2}
 PLANS: list[tuple[dict[str, Any], dict[str, Any], int]] = [
-    (CONFIGS["qwen3_5_text"], {"shard": 2, "replicate": 2}, 0),
-    (CONFIGS["qwen3_5_text"] | {"intermediate_size": 96}, {"shard": 2, "tensor": 2}, 0),
+    (HYBRID, {"shard": 2, "replicate": 2}, 0),
+    (HYBRID | {"intermediate_size": 96}, {"shard": 2, "tensor": 2}, 0),
     (CONFIGS["llama-3.2"] | {"intermediate_size": 96}, {"tensor": 2, "shard": 2}, 3),
     (CONFIGS["gpt_oss"] | {"intermediate_size": 96}, {"tensor": 2, "replicate": 2}, 0),
-    (CONFIGS["qwen3_5_text"], {"shard": 4, "param_dtype": "bfloat16"}, 0),
+    (HYBRID, {"shard": 4, "param_dtype": "bfloat16"}, 0),
     (MIXTURE, {"shard": 4, "expert": 2}, 0),
     (MIXTURE, {"shard": 2, "replicate": 2, "expert": 2}, 0),
     (CONFIGS["gpt_oss"] | {"num_local_experts": 8}, {"shard": 2, "context": 2, "expert": 4}, 0),
@@ -126,8 +127,7 @@ def send(rank: int, folder: Path, mesh: DeviceMesh) -> None:
 def groups(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     """Parameters divided over all ranks are not in FSDP2's groups, unless these cast them."""
     for degrees, others in (({"tensor": 2}, False), ({"expert": 2}, True)):
-        config = CONFIGS["qwen3_moe"] | {"num_experts": 8, "num_key_value_heads": 2, "intermediate_size": 96}
-        config |= {"moe_intermediate_size": 18}
+        config = MIXTURE | {"num_key_value_heads": 2, "intermediate_size": 96, "moe_intermediate_size": 18}
         for dtype in (None, "bfloat16"):
             torch.manual_seed(0)
             model = lm.parallelize(build(config, 0, "cpu"), lm.ParallelPlan(**degrees, param_dtype=dtype))

@@ -33,10 +33,12 @@ from ligermodels.training.sampling_model import SamplingModel
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "dapo": {"validation_fraction": 0.3, "evaluate_every": 2},
+    "dapo": {
+        **{"validation_fraction": 0.3, "evaluate_every": 2, "num_iterations": 2},
+        **{"sampling_quantize": "int4", "importance_sampling_clip_max": 1.5},
+    },
     "grpo": {"loss_type": "grpo", "mask_truncated_completions": True, "num_iterations": 2, "beta": 0.1},
     "batch": {"scale_rewards": "batch", "loss_type": "dr_grpo", "micro_batch_tokens": None},
-    "quantised": {"sampling_quantize": "int4", "importance_sampling_clip_max": 1.5, "num_iterations": 2},
     "lora": {"lora_rank": 3, "beta": 0.1, "num_iterations": 2, "importance_sampling_level": "sequence"},
 }
 """A micro-batch has one group of completions; of "batch" all groups of a rank."""

@@ -52,7 +52,8 @@ def check_same(spread: nn.Module, plain: nn.Module, optimizers: tuple[FusedAdamW
 
 def build() -> lm.CausalLM:
     torch.manual_seed(0)
-    return lm.from_config(CONFIGS["qwen3_moe"], dtype=torch.bfloat16)
+    config = {**CONFIGS["qwen3_moe"], "num_hidden_layers": 2, "mlp_only_layers": []}
+    return lm.from_config(config, dtype=torch.bfloat16)
 
 
 def models() -> tuple[lm.CausalLM, lm.CausalLM]:

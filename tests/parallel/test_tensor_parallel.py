@@ -52,7 +52,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_oss": GPT_OSS | {"intermediate_size": 96},
     "deepseek_v3": even(zoo.CONFIGS["deepseek_v3"]),
     "gemma4": even(GEMMA4["gemma4_text-per-layer-inputs"]) | {"num_key_value_heads": 2},
-    "qwen3_5": even(zoo.CONFIGS["qwen3_5_text"]),
+    "qwen3_5": even(zoo.CONFIGS["qwen3_5_text"]) | {"num_hidden_layers": 2, "full_attention_interval": 2},
     "muse_glimmer": even(zoo.CONFIGS["muse_glimmer_text"]),
     "lfm2": even(zoo.CONFIGS["lfm2-biases"]),
     "kimi_linear": even(zoo.CONFIGS["kimi_linear"]),
@@ -144,6 +144,11 @@ def check_export(model: lm.CausalLM, plain: lm.CausalLM, folder: Path) -> None:
 def train_generate_save(rank: int, folder: Path, mesh: DeviceMesh, *names: str) -> None:
     for name in names:
         check_model(rank, folder / name, mesh, name)
+    if "llama" in names:
+        for name in EXPORTED:
+            plain, model = build(name), build(name)
+            tensor_parallel(model, mesh)
+            check_export(model, plain, folder / name)
     for name, mode in (("qwen3_5", "selective"), ("qwen3_moe", "full")):
         if name in names:
             check_lora_with_checkpointing(mesh, name, mode)
@@ -183,6 +188,8 @@ def check_model(rank: int, folder: Path, mesh: DeviceMesh, name: str) -> None:
     assert norm > 0.1
 
 
+EXPORTED = ("deepseek_v3", "gemma4", "lfm2", "nemotron_h", "falcon_h1", "kimi_linear")
+"""Losses, gradients and tokens of their layers, with each mode of activation checkpointing: test_every_kind."""
 OF_THE_HEAD = ("llama", "llama-tied", "gemma2", "qwen3_moe")
 """Heads of each kind: untied, tied, with a softcap, and beside a loss of the routers. The head is the same code behind
 all blocks."""
@@ -295,7 +302,8 @@ def two_dimensions(rank: int, folder: Path, mesh: DeviceMesh, *names: str) -> No
             fully_shard(block, mesh=grid["shard"])
         fully_shard(model, mesh=grid["shard"])
         model.activation_checkpointing = "none" if name == "olmo2" else "full"
-        check_generation(model, plain, data)
+        if name == "llama-tied":
+            check_generation(model, plain, data)
         check_export(model, plain, folder / name)
         check_gradients(model, plain, of_labels, data, replicas=2)
         if name in ("llama-tied", "qwen3_moe"):
@@ -321,15 +329,7 @@ def over_four(rank: int, mesh: DeviceMesh, name: str) -> None:
     check_generation(model, plain)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("llama", "llama-tied"),
-        ("gemma2", "olmo2", "qwen3_moe", "gpt_oss"),
-        ("deepseek_v3", "gemma4", "qwen3_5"),
-        ("lfm2", "nemotron_h", "falcon_h1", "kimi_linear"),
-    ],
-)
+@pytest.mark.parametrize("names", [("llama", "llama-tied"), ("gemma2", "olmo2", "qwen3_moe", "gpt_oss", "qwen3_5")])
 def test_equals_one_process(names: tuple[str, ...], tmp_path: Path) -> None:
     """Gradients of layers with other options: test_every_kind."""
     in_two_ranks(train_generate_save, tmp_path, *names)

@@ -224,6 +224,8 @@ def test_drafting_gives_the_tokens_of_the_model_alone(name: str, tree: Tree | Dy
     wanted = model.generate(PROMPTS, 12, draft=None, do_sample=False, **options)
     found = model.generate(PROMPTS, 12, draft="mtp", tree=tree, return_stats=True, **options)
     assert found.sequences.tolist() == wanted.tolist()
+    if name not in ("gemma3_text", "qwen3_5_text", "dynamic"):  # tokens that end a text are no matter of layers
+        return
     stop = int(wanted[0, -6])
     ended = model.generate(PROMPTS, 12, tree=tree, eos_token_id=stop, pad_token_id=0)
     assert (

@@ -53,11 +53,13 @@ def mixture() -> lm.CausalLM:
         "hidden_size": 64,
         "moe_intermediate_size": 32,
     }  # of a grouped GEMM, which does not wait
-    return lm.from_config({**CONFIGS["qwen3_moe"], **sizes}, dtype=torch.bfloat16)
+    layers = {"num_hidden_layers": 2, "mlp_only_layers": []}
+    return lm.from_config({**CONFIGS["qwen3_moe"], **sizes, **layers}, dtype=torch.bfloat16)
 
 
 def recurrent() -> lm.CausalLM:
-    return lm.from_config({**CONFIGS["qwen3_5_text"], "vocab_size": 160}, dtype=torch.bfloat16)
+    layers = {"num_hidden_layers": 2, "full_attention_interval": 2}
+    return lm.from_config({**CONFIGS["qwen3_5_text"], "vocab_size": 160, **layers}, dtype=torch.bfloat16)
 
 
 def eagle() -> lm.Eagle3Model:

@@ -36,7 +36,8 @@ OURS = ("adamw", "adamw8bit", "muon", "muon8bit")
 
 def model_of(name: str = "llama-2", dtype: torch.dtype = torch.bfloat16) -> lm.CausalLM:
     torch.manual_seed(0)
-    return lm.from_config(CONFIGS[name], dtype=dtype)
+    one_layer = {"num_hidden_layers": 1} if name == "llama-2" else {}
+    return lm.from_config({**CONFIGS[name], **one_layer}, dtype=dtype)
 
 
 def optimizer_of(name: OptimizerName, model: nn.Module, lr: float = 1e-2, **options: Any) -> Any:

@@ -71,7 +71,7 @@ def test_heads_in_bfloat16_learn_as_those_in_float32(base: Path, data: Path, tmp
     model = lm.from_pretrained(base)
     moved = {}
     for dtype, rounding in (("float32", "nearest"), ("bfloat16", "stochastic"), ("bfloat16", "nearest")):
-        recipe = recipe_for(base, data, steps=40, learning_rate=1e-5, warmup_steps=0, checkpoint_every=None)
+        recipe = recipe_for(base, data, steps=20, learning_rate=1e-5, warmup_steps=0, checkpoint_every=None)
         recipe = recipe.changed({"validation_fraction": 0, "dtype": dtype, "rounding": rounding})
         train_heads(recipe, tmp_path / "out", overwrite=True)
         weight = load_file(tmp_path / "out" / "model.safetensors")["lm_heads.0.weight"]
