@@ -18,7 +18,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers.float8 import Float8
 
 SMALL = replace(
-    float8_loss.SETTINGS, corpus_bytes=400_000, validation_fraction=0.05, vocab_size=300, hidden_size=32, num_layers=2,
+    float8_loss.SETTINGS, corpus_bytes=400_000, validation_fraction=0.01, vocab_size=300, hidden_size=32, num_layers=2,
     head_dim=16, seq_len=16, batch_size=8, learning_rate=1e-2,
 )  # fmt: skip
 STEPS = 43
