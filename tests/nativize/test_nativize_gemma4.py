@@ -73,11 +73,12 @@ def test_past_the_last_keys_only_tokens_with_a_label_are_computed() -> None:
 
 
 ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
 
 
-@pytest.mark.parametrize(("name", "changes"), [("gemma4_text-few-layers", {}), (EXPERTS, ONE_LAYER)])
+@pytest.mark.parametrize(("name", "changes"), [("gemma4_text-few-layers", TWO_LAYERS), (EXPERTS, ONE_LAYER)])
 def test_a_compiled_model_is_one_graph(name: str, changes: dict[str, Any]) -> None:
-    """In training; otherwise see test_nativize.py. The first has layers of both types, and one with shared keys."""
+    """In training; otherwise see test_nativize.py. The first has inputs by layer, and a layer with the keys of another."""
     hf, ids = lm.nativize(make(name, **changes)), batch()["input_ids"]
     found = torch._dynamo.explain(hf.train())(ids, labels=ids)
     assert found.graph_count == 1, found.break_reasons
