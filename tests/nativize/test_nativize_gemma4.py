@@ -72,13 +72,11 @@ def test_past_the_last_keys_only_tokens_with_a_label_are_computed() -> None:
     assert [seen[i, "o_proj"] for i in range(first, len(hf.model.layers))] == [count] * 2
 
 
-ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
-TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
-
-
-@pytest.mark.parametrize(("name", "changes"), [("gemma4_text-few-layers", TWO_LAYERS), (EXPERTS, ONE_LAYER)])
-def test_a_compiled_model_is_one_graph(name: str, changes: dict[str, Any]) -> None:
-    """In training; otherwise see test_nativize.py. The first has inputs by layer, and a layer with the keys of another."""
-    hf, ids = lm.nativize(make(name, **changes)), batch()["input_ids"]
+def test_a_compiled_model_is_one_graph() -> None:
+    """In training; otherwise see test_nativize.py. With a window, experts, inputs by layer, and a layer with the keys of
+    another."""
+    layers = {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "num_hidden_layers": 3}
+    changes = {"num_kv_shared_layers": 1, "hidden_size_per_layer_input": 26, "vocab_size_per_layer_input": 140}
+    hf, ids = lm.nativize(make(EXPERTS, **layers, **changes)), batch()["input_ids"]
     found = torch._dynamo.explain(hf.train())(ids, labels=ids)
     assert found.graph_count == 1, found.break_reasons

@@ -41,7 +41,8 @@ def by_mask(q: Tensor, k: Tensor, v: Tensor, keys: list[Tensor], values: list[Te
 @pytest.mark.kernels
 @pytest.mark.parametrize("case", CASES)
 def test_one_softmax_over_all_keys(kernels_device: torch.device, case: str) -> None:
-    """Results and gradients of every operand, of the kernels and of the reference; on a GPU equal bits in a second run."""
+    """Results and gradients of every operand, of the kernels and of the reference; on a GPU equal bits
+    in a second run."""
     options = DEFAULTS | CASES[case]
     batch, length, kv_heads, steps, bounds, dtype, group, dim = (options.pop(name) for name in DEFAULTS)
     sizes, scale = (batch, length, kv_heads, dim), options.get("softmax_scale", dim**-0.5)
