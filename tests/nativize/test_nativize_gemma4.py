@@ -73,8 +73,7 @@ def test_past_the_last_keys_only_tokens_with_a_label_are_computed() -> None:
 
 
 def test_a_compiled_model_is_one_graph() -> None:
-    """In training; otherwise see test_nativize.py. With a window, experts, inputs by layer, and a layer with the keys of
-    another."""
+    """In training; otherwise see test_nativize.py. With a window, experts, inputs by layer, and shared keys."""
     layers = {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "num_hidden_layers": 3}
     changes = {"num_kv_shared_layers": 1, "hidden_size_per_layer_input": 26, "vocab_size_per_layer_input": 140}
     hf, ids = lm.nativize(make(EXPERTS, **layers, **changes)), batch()["input_ids"]

@@ -72,12 +72,12 @@ class Experts:
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_against_float64(kernels_device: torch.device, kind: Any, with_bias: bool) -> None:
-    """Each kind of weights with few rows of many channels and with many rows of few, the kinds by turns; on a GPU with
-    all sizes, and equal bits in a second run."""
-    number = KINDS.index(kind) + with_bias
-    every = kernels_device.type == "cuda"
-    for sizes in SIZES if every else SIZES[2 * with_bias + number // 2 % 2 :][:1]:
-        check_against_float64(kernels_device, kind, sizes, with_bias, OPTIONS[number % 2])
+    """Each kind of weights with tiles of one expert after another, and with the other sizes by turns of the kinds; on a
+    GPU with all sizes, and equal bits in a second run."""
+    number = KINDS.index(kind)
+    one = SIZES[3] if with_bias else SIZES[number % 3]
+    for sizes in SIZES if kernels_device.type == "cuda" else (one,):
+        check_against_float64(kernels_device, kind, sizes, with_bias, OPTIONS[(number + with_bias) % 2])
 
 
 def check_against_float64(
