@@ -68,13 +68,13 @@ CASES: list[tuple[str, Callable[..., Any], list[tuple[int, ...]], list[tuple[lis
     (
         "rope",
         lambda q, k: ops.rope(q, k, table(q), table(q)),
-        [(2, 4, 4, 10), (2, 4, 2, 10)],
+        [(2, 2, 4, 10), (2, 2, 2, 10)],
         [([s, s], [s, s], [s, s]) for s in (Shard(0), Shard(1), Shard(2))],
     ),
     (
         "rope, each sequence its own",
         lambda q, k: ops.rope(q, k, table(q, 2), table(q, 2)),
-        [(2, 4, 4, 10), (2, 4, 2, 10)],
+        [(2, 2, 4, 10), (2, 2, 2, 10)],
         [([s, s], [s, s], [s, s]) for s in (Shard(0), Shard(2))],
     ),
     (
