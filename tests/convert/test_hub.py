@@ -244,16 +244,16 @@ def test_a_hub_that_does_not_go_on(tmp_path: Path) -> None:
     def answer(how: str, file: str) -> list[str]:
         home = tmp_path / how / file.replace("/", "-")
         home.mkdir(parents=True)
+        before = time.monotonic()
         with serving(REPOS) as hub:
             getattr(hub, how).add(file)
             (found,) = resolve(hub, home, {"name_or_path": "some/single"}, **limits)
+        assert time.monotonic() - before < 30  # the default limit is a minute
         return found
 
     cases = list(product(("dripped", "stalled"), ("config.json", "model.safetensors", "revision/main")))
-    before = time.monotonic()
-    with ThreadPoolExecutor(len(cases)) as pool:
+    with ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(answer, *zip(*cases, strict=True)))
-    assert time.monotonic() - before < 40
     for (how, file), (kind, message) in zip(cases, answers, strict=True):
         assert kind == "HubError" and "some/single" in message, (how, file, message)
         assert how == "stalled" or "LIGERMODELS_HUB_TIMEOUT" in message, (file, message)

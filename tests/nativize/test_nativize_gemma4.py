@@ -73,8 +73,8 @@ def test_past_the_last_keys_only_tokens_with_a_label_are_computed() -> None:
 
 
 def test_a_compiled_model_is_one_graph() -> None:
-    """In training; otherwise see test_nativize.py. With a window, experts, inputs by layer, and shared keys."""
-    layers = {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "num_hidden_layers": 3}
+    """In training; otherwise see test_nativize.py. With experts, inputs by layer, and shared keys."""
+    layers = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
     changes = {"num_kv_shared_layers": 1, "hidden_size_per_layer_input": 26, "vocab_size_per_layer_input": 140}
     hf, ids = lm.nativize(make(EXPERTS, **layers, **changes)), batch()["input_ids"]
     found = torch._dynamo.explain(hf.train())(ids, labels=ids)
