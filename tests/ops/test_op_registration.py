@@ -306,8 +306,11 @@ def test_compiled_graphs_hold_the_opaque_ops(name: str, frozen: tuple[int, ...],
     inputs = make(case, kernels_device, frozen)
     for one, two in zip(results(case.op, inputs), results(compiled, inputs), strict=True):
         assert_same(one, two)
-    if not frozen:  # else some are not needed
-        assert nodes == [f"ligermodels::{n}" for n in case.nodes]
+    expected = [f"ligermodels::{n}" for n in case.nodes]
+    if frozen:  # some are not needed
+        assert nodes[:1] == expected[:1] and set(nodes) <= set(expected)
+    else:
+        assert nodes == expected
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy", "linear_log_probs", "rms_norm"])
