@@ -292,7 +292,7 @@ def graphs() -> Iterator[tuple[str, tuple[int, ...]]]:
 
 @pytest.mark.kernels
 @pytest.mark.every_case
-@pytest.mark.parametrize(("name", "frozen"), graphs(), ids=str)
+@pytest.mark.parametrize(("name", "frozen"), list(graphs()), ids=str)
 def test_compiled_graphs_hold_the_opaque_ops(name: str, frozen: tuple[int, ...], kernels_device: torch.device) -> None:
     """Without a graph break, forward and backward, with the same results; each op is one node."""
     case, nodes = CASES[name], []
