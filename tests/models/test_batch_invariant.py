@@ -25,8 +25,8 @@ REFUSED = {
     "internlm3": "DynamicScaling",
 }
 """Families -> the first part that has no batch-invariant form."""
-LENGTHS = [7, 1, 23, 16, 9]
-NEW = 3
+LENGTHS = [7, 1, 23, 16, 3, 12, 9]
+NEW = 4
 NO_EOS = {"eos_token_id": None, "pad_token_id": 0, "do_sample": False}
 
 
