@@ -100,6 +100,7 @@ def test_bits_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_invariant, "LENGTH", 64)
     monkeypatch.setattr(batch_invariant, "BATCHES", (1,))
     monkeypatch.setattr(batch_invariant, "STEPS", 4)
+    monkeypatch.setattr(batch_invariant, "NEW", 5)
     monkeypatch.setattr(batch_invariant, "LENGTHS", (7, 40, 23))
     record = batch_invariant.run("qwen3-8b", True)
     assert record["equal_in_a_batch"] == record["equal_in_training"] == record["prompts"] == 3

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,11 @@ from ligermodels.convert.patience import patient
 from ligermodels.errors import CheckpointError, HubError
 
 CHILD = """
-import json, sys, time
+import json, os, sys, time
 time.sleep = lambda seconds: None  # huggingface_hub pauses before it tries again.
 from ligermodels.convert import hub
 for arguments in json.loads(sys.argv[1]):
+    os.environ.update(arguments.pop("environment", {}))  # variables that are read at each call
     try:
         print(json.dumps(["folder", str(getattr(hub, arguments.pop("by", "resolve"))(**arguments))]))
     except Exception as error:
@@ -185,7 +188,6 @@ def test_each_failure_has_its_error(hub: Hub, tmp_path: Path) -> None:
     assert not {path.split("/", 2)[2] for path in hub.served} & {*NEVER, *SINGLE}
 
 
-@pytest.mark.parametrize("by", ["resolve", "resolve_adapter"])
 @pytest.mark.parametrize(
     ("arguments", "environment", "reason"),
     [
@@ -195,13 +197,16 @@ def test_each_failure_has_its_error(hub: Hub, tmp_path: Path) -> None:
     ],
 )
 def test_empty_cache_without_a_hub(
-    hub: Hub, tmp_path: Path, by: str, arguments: dict[str, Any], environment: dict[str, str], reason: str
+    hub: Hub, tmp_path: Path, arguments: dict[str, Any], environment: dict[str, str], reason: str
 ) -> None:
-    """As for a mistyped folder: the hub is not asked again and again."""
+    """As for a mistyped folder, of a model or of an adapter: the hub is not asked again and again."""
     before = time.monotonic()
-    [(kind, message)] = resolve(hub, tmp_path, {"name_or_path": "some/single", "by": by, **arguments}, **environment)
+    calls = [{"name_or_path": "some/single", "by": by, **arguments} for by in ("resolve", "resolve_adapter")]
+    answers = resolve(hub, tmp_path, *calls, **environment)
     assert time.monotonic() - before < 20
-    assert kind == "HubError" and f"some/single: neither a local folder nor {reason}" in message
+    assert len(answers) == 2
+    for kind, message in answers:
+        assert kind == "HubError" and f"some/single: neither a local folder nor {reason}" in message
     assert not hub.served
 
 
@@ -232,22 +237,32 @@ def test_local_folders_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         hub_module.resolve("some/other", local_files_only=True, cache_dir=tmp_path)
 
 
-@pytest.mark.parametrize("how", ["dripped", "stalled"])
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "revision/main"])
-def test_a_hub_that_does_not_go_on(hub: Hub, tmp_path: Path, how: str, file: str) -> None:
-    """Soon after the time that the environment sets there is an error."""
-    getattr(hub, how).add(file)
+def test_a_hub_that_does_not_go_on(tmp_path: Path) -> None:
+    """Soon after the time that the environment sets there is an error. The cases wait side by side."""
     limits = {"LIGERMODELS_HUB_TIMEOUT": "1.5", "HF_HUB_DOWNLOAD_TIMEOUT": "1", "HF_HUB_ETAG_TIMEOUT": "1"}
-    before = time.monotonic()
-    ((kind, message),) = resolve(hub, tmp_path, {"name_or_path": "some/single"}, **limits)
-    assert kind == "HubError" and "some/single" in message and time.monotonic() - before < 20
-    if how == "dripped":
-        assert "LIGERMODELS_HUB_TIMEOUT" in message
+
+    def answer(how: str, file: str) -> list[str]:
+        home = tmp_path / how / file.replace("/", "-")
+        home.mkdir(parents=True)
+        before = time.monotonic()
+        with serving(REPOS) as hub:
+            getattr(hub, how).add(file)
+            (found,) = resolve(hub, home, {"name_or_path": "some/single"}, **limits)
+        assert time.monotonic() - before < 30  # the default limit is a minute
+        return found
+
+    cases = list(product(("dripped", "stalled"), ("config.json", "model.safetensors", "revision/main")))
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(answer, *zip(*cases, strict=True)))
+    for (how, file), (kind, message) in zip(cases, answers, strict=True):
+        assert kind == "HubError" and "some/single" in message, (how, file, message)
+        assert how == "stalled" or "LIGERMODELS_HUB_TIMEOUT" in message, (file, message)
 
 
 def test_a_time_limit_that_is_none(hub: Hub, tmp_path: Path) -> None:
-    for limit in ("soon", "-1", "nan"):
-        ((kind, message),) = resolve(hub, tmp_path, {"name_or_path": "some/single"}, LIGERMODELS_HUB_TIMEOUT=limit)
+    limits = ("soon", "-1", "nan")
+    calls = [{"name_or_path": "some/single", "environment": {"LIGERMODELS_HUB_TIMEOUT": limit}} for limit in limits]
+    for limit, (kind, message) in zip(limits, resolve(hub, tmp_path, *calls), strict=True):
         assert (
             kind == "HubError"
             and f"LIGERMODELS_HUB_TIMEOUT: must be a number of seconds above 0, got '{limit}'" in message

@@ -39,6 +39,7 @@ def test_states_after_prefill_steps_and_trees(model: lm.CausalLM) -> None:
     state = model.new_state(2, 128)
     addresses = [tensor.data_ptr() for tensor in tensors_of(state)]
     run = model.decoder
+    results: list[tuple[Tensor, ...]] = []
     for _ in range(2):  # the second time after a reset
         state.reset()
         run(prompt, state=state, seq_lens=lengths)
@@ -48,18 +49,21 @@ def test_states_after_prefill_steps_and_trees(model: lm.CausalLM) -> None:
         slots = state.cache_seqlens[:, None] + torch.tensor([[0, 1, 3, 4], [0, 0, 0, 0]])
         state.commit(slots)
         state.cache_seqlens += torch.tensor([4, 1])
-        after = run(last, state=state)
-        for row, path in enumerate(([0, 1, 3, 4], [0])):
-            known = torch.cat([prompt[row, : lengths[row]], more[row]])
-            whole = torch.cat([known, nodes[row, path], last[row]])
-            wanted = run(whole[None])[0]
-            start = int(lengths[row])
-            assert relative_error(stepped[row], wanted[start : start + 5]) < TOLERANCE
-            assert relative_error(after[row], wanted[-9:]) < TOLERANCE
-            for node in range(6):
-                ancestors = mask[node].nonzero().flatten()
-                alone = run(torch.cat([known, nodes[row, ancestors]])[None])[0, -1]
-                assert relative_error(branched[row, node], alone) < TOLERANCE
+        results.append((stepped, branched, run(last, state=state)))
+    (stepped, branched, after), again = results
+    for row, path in enumerate(([0, 1, 3, 4], [0])):
+        known = torch.cat([prompt[row, : lengths[row]], more[row]])
+        whole = torch.cat([known, nodes[row, path], last[row]])
+        wanted = run(whole[None])[0]
+        start = int(lengths[row])
+        assert relative_error(stepped[row], wanted[start : start + 5]) < TOLERANCE
+        assert relative_error(after[row], wanted[-9:]) < TOLERANCE
+        for node in range(6):
+            ancestors = mask[node].nonzero().flatten()
+            alone = run(torch.cat([known, nodes[row, ancestors]])[None])[0, -1]
+            assert relative_error(branched[row, node], alone) < TOLERANCE
+    for one, two in zip(results[0], again, strict=True):
+        assert relative_error(two, one) < TOLERANCE
     assert [tensor.data_ptr() for tensor in tensors_of(state)] == addresses
 
 

@@ -103,11 +103,13 @@ def train_generate_save(rank: int, folder: Path, mesh: DeviceMesh, name: str) ->
     eos = int(plain.generate(draw(0)[0][:1], max_new_tokens=4, eos_token_id=[], do_sample=False)[0, -2])
     options = {"max_new_tokens": 9, "eos_token_id": [eos], "pad_token_id": 0}
     assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
-    model.activation_checkpointing = "selective"
-    model.zero_grad(), plain.zero_grad()
-    check_gradients(model, plain, of_model)
-    model.zero_grad(), plain.zero_grad()
-    check_gradients(model, plain, of_log_probs)
+    if name not in ("llama", "gemma2", "qwen2_moe"):  # blocks of mixtral, gemma4_text and deepseek_v3, or simpler ones
+        model.activation_checkpointing = "selective"
+        model.zero_grad(), plain.zero_grad()
+        check_gradients(model, plain, of_model)
+    if name in ("llama", "gemma2", "mixtral"):  # untied, tied, with the loss of routers
+        model.zero_grad(), plain.zero_grad()
+        check_gradients(model, plain, of_log_probs)
     model.save_pretrained(folder / "out", max_shard_size=20_000)
     dist.barrier()
     theirs = AutoModelForCausalLM.from_pretrained(folder / "out", attn_implementation="eager")

@@ -94,13 +94,13 @@ def test_own_routing_given_back_changes_no_bit(name: str) -> None:
     assert torch.equal(forced.routing, given) and not torch.allclose(forced.log_probs, own.log_probs)
     by_name = dict(zip([name for name, _ in model.named_parameters()], gradients, strict=True))
     assert all(by_name[name].any() for name in by_name if name.endswith("router.weight"))
-    turned, _ = outcome(model, ids, routing=given.flip(-1).long())
+    turned = model.log_probs(ids, ids, routing=given.flip(-1).long())
     torch.testing.assert_close(turned.log_probs, forced.log_probs, rtol=1e-4, atol=1e-5)
     # Tokens with -1 are routed by the router; so are all if no token has experts.
-    unknown, _ = outcome(model, ids, routing=torch.full_like(given, -1))
+    unknown = model.log_probs(ids, ids, routing=torch.full_like(given, -1))
     assert torch.equal(unknown.log_probs, own.log_probs)
     given[0], given[1, 6:] = own.routing[0], -1
-    mixed, _ = outcome(model, ids, routing=given, return_routing=True)
+    mixed = model.log_probs(ids, ids, routing=given, return_routing=True)
     torch.testing.assert_close(mixed.log_probs[0], own.log_probs[0], rtol=1e-4, atol=1e-5)
     assert torch.equal(mixed.routing[1, :6], given[1, :6]) and (mixed.routing[1, 6:] >= 0).all()
 

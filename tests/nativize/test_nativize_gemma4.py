@@ -72,12 +72,10 @@ def test_past_the_last_keys_only_tokens_with_a_label_are_computed() -> None:
     assert [seen[i, "o_proj"] for i in range(first, len(hf.model.layers))] == [count] * 2
 
 
-TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-
-
-@pytest.mark.parametrize(("name", "changes"), [("gemma4_text-few-layers", {}), (EXPERTS, TWO_LAYERS)])
-def test_a_compiled_model_is_one_graph(name: str, changes: dict[str, Any]) -> None:
-    """In training; otherwise see test_nativize.py."""
-    hf, ids = lm.nativize(make(name, **changes)), batch()["input_ids"]
+def test_a_compiled_model_is_one_graph() -> None:
+    """In training; otherwise see test_nativize.py. With experts, inputs by layer, and shared keys."""
+    layers = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
+    changes = {"num_kv_shared_layers": 1, "hidden_size_per_layer_input": 26, "vocab_size_per_layer_input": 140}
+    hf, ids = lm.nativize(make(EXPERTS, **layers, **changes)), batch()["input_ids"]
     found = torch._dynamo.explain(hf.train())(ids, labels=ids)
     assert found.graph_count == 1, found.break_reasons

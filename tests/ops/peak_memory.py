@@ -6,7 +6,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ligermodels import ops
 
-T, H, V = 512, 32, 51200
+T, H, V = 512, 32, 16_000
 ALLOWANCE = 2**18
 """Vectors of a chunk's rows, beside its logits."""
 

@@ -33,7 +33,7 @@ LIMITS = {torch.float32: 2e-6, torch.float16: 1e-3}
 @pytest.mark.parametrize("case", CASES)
 def test_several_tiles(kernels_device: torch.device, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """Results and gradients, no further from float64 than twice the reference in its own dtype where scores are so
-    great that their rounding shows; and equal bits in a second run."""
+    great that their rounding shows; and on a GPU equal bits in a second run."""
     if kernels_device.type == "cpu":
         monkeypatch.setattr(
             triton_attention, "tile_options", lambda *_: (Tiles(queries=32, keys=16, warps=4, stages=1),)
@@ -58,7 +58,8 @@ def test_several_tiles(kernels_device: torch.device, monkeypatch: pytest.MonkeyP
         smallest = max(abs(options.get("softmax_scale", 0)), 0.1)  # differences of rounded numbers times the scale
         rounding = LIMITS[dtype] * max(truth.norm(), truth.numel() ** 0.5 * smallest)
         assert (ours.double() - truth).norm() <= max(rounding, 2 * (eager.double() - truth).norm())
-    assert all(torch.equal(a, b) for a, b in zip(found, run("triton"), strict=True))
+    again = run("triton") if kernels_device.type == "cuda" else found  # the interpreter has no races
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
 @pytest.mark.kernels

@@ -24,14 +24,21 @@ def test_options(where: Where, name: str, shape: tuple[int, ...], V: int) -> Non
     compare(logits, y.masked_fill(y == -100, options.get("ignore_index", -100)), **options)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.2, 1.0])
+REDUCTIONS, SMOOTHINGS = ("mean", "sum", "none"), (0.0, 0.2, 1.0)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("smoothing", SMOOTHINGS)
 def test_every_combination(reduction: str, smoothing: float) -> None:
-    """Losses, what else is returned, and gradients, of both ops and their references, in float64."""
+    """Losses, what else is returned, and gradients, of both ops and their references, in float64. Half of the
+    combinations, in which any four of the five other options meet in every way; of the next case the other half."""
+    parity = (REDUCTIONS.index(reduction) + SMOOTHINGS.index(smoothing)) % 2
     hidden, weight = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((6, 3), (7, 3)))
     y = targets((6,), 7, hidden.device)
     tokens, classes = torch.rand(6), torch.rand(7).bfloat16()
     for scaling, z_loss, softcap, by_token, by_class in product((False, True), (0.0, 0.1), (None, 2.0), *[(0, 1)] * 2):
+        if (scaling + bool(z_loss) + (softcap is None) + by_token + by_class) % 2 != parity:
+            continue
         options = dict(
             token_scaling=scaling, z_loss=z_loss, softcap=softcap, label_smoothing=smoothing, reduction=reduction,
             token_weights=tokens if by_token else None, class_weights=classes if by_class else None, **RETURNS,

@@ -122,39 +122,49 @@ def test_operands_of_16_bits(kernels_device: torch.device, by_channel: bool) -> 
         assert (found[name].double() - truth[name]).norm() <= 8e-3 * truth[name].norm(), name
 
 
+@BY_CHANNEL
 @pytest.mark.kernels
-@pytest.mark.parametrize(
-    ("by_channel", "decay"), [*product((False, True), (0.0, -1e-4, -80.0)), (True, None)]
-)  # None: any decay for each channel
-def test_extreme_decays_and_equal_keys(kernels_device: torch.device, decay: float | None, by_channel: bool) -> None:
-    """A state that is kept, or gone at once, or any of both; and triangular systems whose powers would overflow."""
-    given = operands(Sizes(1, 140, 1, 2, 16, 16), Where(kernels_device, torch.float32), by_channel=by_channel)
-    levels = torch.tensor([0.0, -1e-3, -2.0, -80.0, -3e4] if decay is None else [decay], device=kernels_device)
-    given["g"] = levels[torch.randint(len(levels), given["g"].shape, device=kernels_device)]
+def test_extreme_decays_and_equal_keys(kernels_device: torch.device, by_channel: bool) -> None:
+    """A state that is kept, or gone at once, or any of both, each in a head of its own; and triangular systems whose
+    powers would overflow."""
+    decays = [[0.0], [-1e-4], [-80.0], *[[0.0, -1e-3, -2.0, -80.0, -3e4]] * by_channel]  # the last: for each channel
+    sizes = Sizes(1, 140, len(decays), len(decays), 16, 16)
+    given = operands(sizes, Where(kernels_device, torch.float32), by_channel=by_channel)
+    for head, values in enumerate(decays):
+        levels, g = torch.tensor(values, device=kernels_device), given["g"][:, :, head]
+        g.copy_(levels[torch.randint(len(levels), g.shape, device=kernels_device)])
     given["k"] = given["k"][:, :1].expand_as(given["k"])
     given["beta"] = torch.ones_like(given["beta"]) * 0.999
     found, truth = run(given, "triton"), run(given, "reference", torch.float64)
-    for name, true in truth.items():
-        size = max(true.norm().item(), 1e-3 * truth["o"].norm().item())
-        assert (found[name].double() - true).norm().item() <= 2e-5 * size, name
+    for head, name in product(range(len(decays)), truth):
+        ours, true, o = (
+            x[:, head] if "state" in label else x[:, :, head]
+            for label, x in ((name, found[name].double()), (name, truth[name]), ("o", truth["o"]))
+        )
+        size = max(true.norm().item(), 1e-3 * o.norm().item())
+        assert (ours - true).norm().item() <= 2e-5 * size, (decays[head], name)
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("gate", [-20.0, -200.0, -1e6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_strong_decays_of_a_few_tokens(kernels_device: torch.device, dtype: torch.dtype, gate: float) -> None:
+def test_strong_decays_of_a_few_tokens(kernels_device: torch.device, dtype: torch.dtype) -> None:
     """Sums of gates are large in these channels, and decays after them are as exact as in the others: for operands of
-    16 bits, sums are stored in float32. Three heads of a group, channels that fill no tile, no first state."""
+    16 bits, sums are stored in float32. Three heads of a group, each with its gate; channels that fill no tile, no
+    first state."""
     given = operands(Sizes(1, 130, 1, 3, 80, 70), Where(kernels_device, dtype), by_channel=True)
     strong = torch.rand(given["g"].shape, generator=torch.Generator().manual_seed(1)) < 0.1
-    given["g"] = torch.where(strong.to(kernels_device), gate, given["g"] / 50)
+    gates = torch.tensor([-20.0, -200.0, -1e6], device=kernels_device)[:, None]
+    given["g"] = torch.where(strong.to(kernels_device), gates, given["g"] / 50)
     del given["initial_state"]
     bounds = torch.tensor([0, 70, 130], dtype=torch.int32, device=kernels_device)
     found, truth = run(given, "triton", bounds=bounds), run(given, "reference", torch.float64, bounds)
     for name, true in truth.items():
         bound = ROUNDING[dtype] if kernels_device.type == "cuda" or dtype == torch.float32 else 1e-3
         bound = max(bound, 4e-3) if found[name].dtype == torch.bfloat16 else bound
-        assert (found[name].double() - true).norm() <= bound * true.norm(), name
+        heads = range(true.shape[2]) if name in ("o", "v", "g", "beta") else [slice(None)]
+        for head in heads:
+            ours, wanted = found[name].double()[:, :, head], true[:, :, head]
+            assert (ours - wanted).norm() <= bound * wanted.norm(), (name, head)
 
 
 @BY_CHANNEL
@@ -210,11 +220,14 @@ def test_parts_of_the_gradient(kernels_device: torch.device, by_channel: bool) -
         loss = (found * weights).sum() if output == 0 else found.square().sum()
         return torch.autograd.grad(loss, [leaves[name] for name in names], allow_unused=True)
 
-    for output, names in ((0, NAMES), (1, NAMES[1:]), *((0, (name,)) for name in NAMES)):
-        for name, ours, wanted in zip(
-            names, gradients("triton", output, *names), gradients("reference", output, *names), strict=True
-        ):
+    every: tuple[Tensor, ...] = ()
+    for output, names in ((1, NAMES[1:]), (0, NAMES)):
+        every = gradients("triton", output, *names)
+        for name, ours, wanted in zip(names, every, gradients("reference", output, *names), strict=True):
             assert (ours - wanted).norm() <= 1e-5 * wanted.norm(), (output, name)
+    for name, wanted in zip(NAMES, every, strict=True):
+        (ours,) = gradients("triton", 0, name)
+        assert (ours - wanted).norm() <= 1e-6 * wanted.norm(), name
     o, state = ops.gated_delta_rule(**given, final_state=False, backend="triton")
     assert state.numel() == 0 and torch.equal(o, ops.gated_delta_rule(**given, backend="triton")[0])
     with pytest.raises(RuntimeError, match="no second derivatives"):

@@ -133,12 +133,12 @@ def test_each_node_of_a_tree_is_its_path_in_steps(
     close: Any = {"rtol": 1e-5 if where.dtype == torch.float32 else 1e-2, "atol": 2e-5}
     if where.dtype != torch.float32:
         close["atol"] = 4e-3
+    left = dict[int, tuple[Tensor, Tensor]]()  # the state and the inputs after the steps to a node
     for node in range(nodes):
-        path = ancestors[node].nonzero().flatten().tolist()
-        stepped, inputs = state.clone(), earlier.clone()
-        for at in path:
-            alone = ops.gated_delta_rule_step(**{n: t[:, at : at + 1] for n, t in given.items()}, state=stepped)
-            convolved = ops.causal_conv_step(x[:, at : at + 1], weight, inputs, activation=activation)
+        stepped, inputs = (t.clone() for t in (left[int(parent[node])] if node else (state, earlier)))
+        alone = ops.gated_delta_rule_step(**{n: t[:, node : node + 1] for n, t in given.items()}, state=stepped)
+        convolved = ops.causal_conv_step(x[:, node : node + 1], weight, inputs, activation=activation)
+        left[node] = stepped, inputs
         torch.testing.assert_close(o[:, node], alone[:, 0], **close)
         torch.testing.assert_close(y[:, node], convolved[:, 0], **close)
         after, kept = state.clone(), earlier.clone()

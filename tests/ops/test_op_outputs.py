@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_op_registration import CASES, Case, Spy, make, results
+from test_op_registration import CASES, Case, make, opaque_calls
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -70,10 +70,8 @@ def called_directly() -> dict[str, str]:
 @pytest.mark.parametrize("node", called_directly())
 def test_a_backward_pass_through_an_opaque_op_is_an_error(node: str, kernels_device: torch.device) -> None:
     """As in a program of torch.export, which has no autograd.Function around the op; no gradient is left out."""
-    name = called_directly()[node]
-    with Spy() as spy:
-        results(CASES[name].op, make(CASES[name], kernels_device))
-    op, args = next((op, args) for op, args in spy.seen if op.name() == f"ligermodels::{node}")
+    seen = opaque_calls(called_directly()[node], kernels_device)
+    op, args = next((op, args) for op, args in seen if op.name() == f"ligermodels::{node}")
     args = pytree.tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.is_floating_point()), args)
     needed = any(x.requires_grad for x in pytree.tree_leaves(args) if isinstance(x, Tensor))
     outputs = op(*args)

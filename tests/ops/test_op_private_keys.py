@@ -41,7 +41,8 @@ def by_mask(q: Tensor, k: Tensor, v: Tensor, keys: list[Tensor], values: list[Te
 @pytest.mark.kernels
 @pytest.mark.parametrize("case", CASES)
 def test_one_softmax_over_all_keys(kernels_device: torch.device, case: str) -> None:
-    """Results and gradients of every operand, of the kernels and of the reference; equal bits in a second run."""
+    """Results and gradients of every operand, of the kernels and of the reference; on a GPU equal bits
+    in a second run."""
     options = DEFAULTS | CASES[case]
     batch, length, kv_heads, steps, bounds, dtype, group, dim = (options.pop(name) for name in DEFAULTS)
     sizes, scale = (batch, length, kv_heads, dim), options.get("softmax_scale", dim**-0.5)
@@ -71,7 +72,8 @@ def test_one_softmax_over_all_keys(kernels_device: torch.device, case: str) -> N
         assert ours.dtype == dtype and ours.shape == truth.shape
         torch.testing.assert_close(wide, truth)
         assert (ours.double() - truth).norm() <= LIMITS[dtype] * max(truth.norm(), 0.1 * truth.numel() ** 0.5)
-    assert all(torch.equal(a, b) for a, b in zip(found, run(dtype), strict=True))
+    again = run(dtype) if kernels_device.type == "cuda" else found  # the interpreter has no races
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
 def test_bad_arguments() -> None:

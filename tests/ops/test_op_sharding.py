@@ -1,10 +1,13 @@
 """Ops on DTensors, in two processes; what these check is in `sharded_ops`."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,15 +18,13 @@ def test_two_ranks() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = str(server.getsockname()[1])
-    command = [sys.executable, str(Path(__file__).with_name("sharded_ops.py"))]
+    command = [sys.executable, str(Path(__file__).with_name("sharded_ops.py")), port]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    ranks = [
-        subprocess.Popen([*command, str(rank), port], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        errors = [rank.communicate(timeout=480)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
+    options: Any = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, env=environment, **options) as ranks:
+        try:
+            errors = ranks.communicate(timeout=480)[1]
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(ranks.pid, signal.SIGKILL)
+    assert ranks.returncode == 0, errors
