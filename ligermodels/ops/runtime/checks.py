@@ -257,7 +257,7 @@ def check_chosen(op: str, experts: Tensor, num_experts: int) -> None:
 
 
 def check_scores(op: str, softmax_scale: Any = None, window: Any = None, softcap: Any = None) -> None:
-    """Checks the options of attention scores; None stands for the default of each.
+    """Checks the options of attention scores, in eager mode; None stands for the default of each.
 
     Args:
         op: the op's name, for error messages.
@@ -268,6 +268,8 @@ def check_scores(op: str, softmax_scale: Any = None, window: Any = None, softcap
     Raises:
         InputError: an option has another type or value.
     """
+    if torch.compiler.is_compiling():  # with dynamic=True a number is a symbol, which has no value yet
+        return
     if softmax_scale is not None and (
         not isinstance(softmax_scale, Real) or isinstance(softmax_scale, bool) or not math.isfinite(softmax_scale)
     ):
