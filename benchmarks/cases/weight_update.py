@@ -3,8 +3,8 @@
 The other process stands for the engine's worker: it reads buckets with `read_bucket` and copies them into a second
 model with `WeightStream`, which is what the worker does, and answers through a pipe in place of vLLM's calls. On a GPU
 both processes use the same one, and buckets go through its memory (CUDA IPC); `host` has them go through shared memory
-of the host. `in process` copies into a model of the same process. Each time is that of a whole update: gathered in the
-layout of the checkpoint, packed, copied, checked for missing tensors.
+of the host. `in process` copies into a model of the same process. The time is of a whole update: tensors are
+gathered in the layout of the checkpoint, packed and copied, and missing ones are found.
 """
 
 from __future__ import annotations

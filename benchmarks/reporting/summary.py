@@ -73,10 +73,10 @@ ROWS = (
     Row("same, frozen head", "ops", "linear_log_probs 8192x4096x151936 frozen head", "both_ms", "ops linear_log_probs"),
 )  # fmt: skip
 
-HYBRIDS = ("lfm2", "granite", "muse", "nemotron", "falcon")
+HYBRIDS = ("lfm2", "granite", "muse", "nemotron")
 """How the names of the hybrids' cases of `training` begin; muse_glimmer came with them."""
-FAST_KERNELS = ("mamba-ssm", "causal-conv1d", "fla-core")
-"""Packages whose kernels transformers takes for recurrences and convolutions."""
+FAST_KERNELS = ("mamba-ssm", "causal-conv1d")
+"""Packages whose kernels transformers takes for Mamba2 and convolutions."""
 
 MARKS = ("<!-- results: written by `python -m benchmarks report` -->\n", "<!-- end of results -->\n")
 
@@ -235,9 +235,10 @@ def _hybrids(records: Sequence[Record]) -> str:
     table = _beside_transformers(records)
     return table and (
         f"## Hybrids, one {records[-1]['gpu']}\n\n"
-        "`training lfm2 granite muse nemotron falcon --providers ligermodels transformers`: full fine-tuning steps "
-        f"with AdamW in bf16, beside transformers {records[-1]['transformers']} in the same run, with the kernels that "
-        "the row names. Where the case names layers, the model is cut to them, and its vocabulary by the same factor. "
+        "`training lfm2 granite muse nemotron --providers ligermodels transformers`: full fine-tuning steps "
+        f"with AdamW in bf16, beside transformers {records[-1]['transformers']} in the same run, with the "
+        "kernels that the row names. Where the case names layers, the model is cut to them, and its vocabulary by "
+        "the same factor. "
         "`-`: none were installed, or the model has no use for them. Of mamba-ssm its Triton kernels were installed, "
         "which are those of Mamba2.\n\n" + table
     )

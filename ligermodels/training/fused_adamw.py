@@ -94,6 +94,12 @@ class FusedAdamW(torch.optim.AdamW):
             "state_bits": state_bits,
         }  # not in the groups: a state dict replaces them
 
+    def __init_subclass__(cls) -> None:
+        """Raises TypeError for a subclass with the method of one parameter that earlier versions called."""
+        if "update_parameter" in vars(cls):
+            raise TypeError(f"{cls.__name__}.update_parameter: is called no more; change update_parameters instead")
+        super().__init_subclass__()
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group. Raises InputError for an option that is out of range or not implemented."""
         _check_group(param_group)
@@ -230,15 +236,21 @@ class FusedAdamW(torch.optim.AdamW):
                     *self._tensors_of(parameter), numbers=numbers, key=key, betas=group["betas"], eps=group["eps"]
                 )
             return
+        if len({id(parameter) for _, parameter in parameters}) < len(parameters):  # torch warns of such groups
+            for each in parameters:
+                self.update_parameters([each], group)
+            return
         steps = [self.state[parameter]["step"] for _, parameter in parameters]
-        torch._foreach_add_(steps, 1)
         seeds = [self.rounding_seeds(index) for index, _ in parameters]
         updates = [
-            AdamWUpdate(*self._tensors_of(parameter), int(step), seed, None if seed is None else shard_of(parameter))
+            AdamWUpdate(
+                *self._tensors_of(parameter), int(step) + 1, seed, None if seed is None else shard_of(parameter)
+            )
             for (_, parameter), step, seed in zip(parameters, steps, seeds, strict=True)
         ]
         options = {name: group[name] for name in ("betas", "eps", "weight_decay")}
         foreach_adamw_step(updates, lr=float(group["lr"]), **options)
+        torch._foreach_add_(steps, 1)
 
     def _tensors_of(self, parameter: Tensor) -> tuple[Tensor, Tensor, Average, Average]:
         """A parameter, its gradient and their averages, as far as this rank has them."""

@@ -1,5 +1,7 @@
 """Many parameters in one launch: the bits of a launch for each."""
 
+from functools import partial
+
 import pytest
 import torch
 from conftest import Where
@@ -12,6 +14,7 @@ from ligermodels.ops.optimizer.blockwise import Blockwise, num_blocks
 from ligermodels.ops.optimizer.foreach_adamw import AdamWUpdate, foreach_adamw_step
 from ligermodels.ops.optimizer.rounding import BLOCK, Shard
 from ligermodels.ops.runtime.dispatch import use_kernels
+from ligermodels.training.fused_adamw import FusedAdamW
 
 NUMBERS = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 PROGRAM = BLOCK * foreach_adamw.BLOCKS
@@ -75,3 +78,40 @@ def test_one_that_does_not_fit_is_named() -> None:
     wrong = AdamWUpdate(tensors[0], torch.zeros(4), *tensors[2:], 1)
     with pytest.raises(InputError, match=r"gradient must be floating of shape \(4, 4\)"):
         foreach_adamw_step([AdamWUpdate(*tensors, 1), wrong], **NUMBERS)
+
+
+def test_parameters_that_repeat(where: Where) -> None:
+    """They are updated one after another, as torch's AdamW does without `foreach`; it warns of them."""
+    start, gradient = torch.randn(2, 37, device=where.device).to(where.dtype)
+    found = []
+    for make in (FusedAdamW, partial(torch.optim.AdamW, foreach=False)):
+        parameters = [torch.nn.Parameter(x.clone()) for x in (start, gradient)]
+        for parameter in parameters:
+            parameter.grad = gradient.clone()
+        with pytest.warns(UserWarning, match="duplicate parameters"):
+            optimizer = make([parameters[0], *parameters], **NUMBERS)
+        optimizer.step()
+        found.append([x.detach() for x in parameters])
+        assert [int(optimizer.state[x]["step"]) for x in parameters] == [2, 1]
+    unit = 4 * torch.finfo(where.dtype).eps
+    torch.testing.assert_close(*found, rtol=unit, atol=unit)
+
+
+def test_a_step_that_fails_is_not_counted() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = FusedAdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones(4)
+    optimizer.step()
+    optimizer.state[parameters[1]]["exp_avg"] = torch.zeros(5)
+    with pytest.raises(InputError, match="exp_avg must be floating"):
+        optimizer.step()
+    assert [int(optimizer.state[x]["step"]) for x in parameters] == [1, 1]
+
+
+def test_a_subclass_with_the_method_of_before() -> None:
+    with pytest.raises(TypeError, match="update_parameters instead"):
+
+        class Mine(FusedAdamW):
+            def update_parameter(self, parameter: Tensor, group: dict, index: int) -> None:
+                """Not called."""

@@ -77,7 +77,7 @@ def foreach_adamw_step(
 
 
 class _Row(NamedTuple):
-    """What a program reads of a parameter: the columns of the table without the last, and the step's numbers."""
+    """A parameter, and its columns of the table without the last; and the numbers of `adamw_numbers`."""
 
     tensors: tuple[Tensor, ...]
     addresses: tuple[int, int, int, int]
@@ -88,7 +88,7 @@ class _Row(NamedTuple):
 
 
 def _row(update: AdamWUpdate, numbers: tuple[float, float, float]) -> tuple[Any, _Row] | None:
-    """What parameters of one launch have in common, and the row of this one; None if it has a launch of its own."""
+    """A key that is equal for all parameters of one launch, and the row of this one; None if it is launched alone."""
     parameter, gradient, m, v, step, seeds, shard = update
     if isinstance(m, Blockwise) or isinstance(v, Blockwise) or not use_kernels(parameter, gradient):
         return None
