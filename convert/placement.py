@@ -63,14 +63,14 @@ def stored_dtype(tensors: Mapping[str, Spec]) -> torch.dtype:
 
 
 def resolve_device(
-    device: DeviceLike | None, device_map: DeviceMap | None, default: torch.device | str = "cpu"
+    device: DeviceLike | None, device_map: DeviceMap | None, default: torch.device | None = None
 ) -> torch.device:
     """The device of all parameters.
 
     Args:
         device: a torch device, its name, or the index of a CUDA device.
         device_map: the same; `{"": device}`; or "auto" for the current CUDA device (the CPU if there is none).
-        default: the device if neither argument is given.
+        default: the device if neither argument is given; None for torch's default device.
 
     Raises:
         InputError: an unknown device, a map of several devices or of submodules, or two different devices.
@@ -82,7 +82,7 @@ def resolve_device(
         devices["device_map"] = _device("device_map", _whole(device_map))
     if len(set(devices.values())) > 1:
         raise InputError(f"device is {device} and device_map {device_map}: give one of them")
-    return next(iter(devices.values()), None) or torch.device(default)
+    return next(iter(devices.values()), None) or default or torch.get_default_device()
 
 
 def _whole(device_map: DeviceMap) -> DeviceLike:

@@ -88,9 +88,10 @@ def from_pretrained(
         name_or_path: hub repo id or local folder.
         dtype: dtype of the parameters, or its name ("bfloat16"). By default, and with "auto", the dtype in config.json,
             or if it has none the dtype of most of the stored numbers.
-        device: device of the parameters: a torch device, its name, or the index of a CUDA device. Default: the CPU. On
-            "meta" the checkpoint is checked and no tensor is read, except for an LM head that the config ties and that
-            is stored: with other values than the embedding's it is not tied, and a warning says so.
+        device: device of the parameters: a torch device, its name, or the index of a CUDA device. Default: torch's
+            default device, the CPU unless `torch.device(...)` as a context or `torch.set_default_device` names another.
+            On "meta" the checkpoint is checked and no tensor is read, except for an LM head that the config ties and
+            that is stored: with other values than the embedding's it is not tied, and a warning says so.
         torch_dtype: transformers' older name of `dtype`.
         device_map: transformers' name of `device`: a device, `{"": device}`, or "auto" for the current CUDA device (the
             CPU if there is none).
@@ -185,7 +186,8 @@ def from_config(
         config: a dict, a JSON file, a folder with config.json, a hub repo id, or a transformers `PretrainedConfig`. Its
             `quantization_config` is ignored, because it describes stored weights.
         dtype: dtype of the parameters, or its name ("bfloat16"). By default, and with "auto", the dtype in the config.
-        device: device of the parameters: a torch device, its name, or the index of a CUDA device. Default: the CPU.
+        device: device of the parameters: a torch device, its name, or the index of a CUDA device. Default: torch's
+            default device, the CPU unless `torch.device(...)` as a context or `torch.set_default_device` names another.
         torch_dtype: transformers' older name of `dtype`.
         device_map: transformers' name of `device`: a device, `{"": device}`, or "auto" for the current CUDA device (the
             CPU if there is none).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ligermodels.arguments import IGNORE_INDEX
 from ligermodels.data.chat import ChatTemplate, Message, covered, encode_chat
-from ligermodels.data.record_fields import is_cut
+from ligermodels.data.record_fields import TOOLS_OF_TURNS, is_cut
 from ligermodels.data.records import Completion, NothingToLearn, Record, read_record
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError, LigerModelsError
@@ -221,7 +221,7 @@ class Encoder:
         """Token ids and labels of a chat, as the template writes it; the assistant's tokens have labels.
 
         Raises:
-            InputError: the template refuses the chat, or does not write its tools or documents.
+            InputError: the template refuses the chat, or does not write its tools, documents or calls.
             NothingToLearn: no token has a label.
         """
         self._check_written(messages, variables)
@@ -239,22 +239,28 @@ class Encoder:
         """Token ids of a chat, as the template writes it, up to the beginning of the assistant's next turn.
 
         Raises:
-            InputError: the template refuses the chat, or does not write its tools or documents.
+            InputError: the template refuses the chat, or does not write its tools, documents or calls.
         """
         self._check_written(messages, variables)
         text = self.template.render(messages, add_generation_prompt=True, **variables)
         return self.tokenizer.encode_with_offsets(text)[0]
 
     def _check_written(self, messages: Sequence[Message], variables: dict[str, Any]) -> None:
-        """Raise ValueError if the template does not write the chat's tools or documents."""
-        for name in [name for name in ("tools", "documents") if name in variables]:
-            text = self.template.render(messages, **variables)
-            others = {key: value for key, value in variables.items() if key != name}
-            with suppress(InputError):  # a template that needs the variable writes it
-                if self.template.render(messages, **others) == text:
-                    raise ValueError(
-                        f'{self.template.name}: does not write the "{name}" of the chat; give another template'
-                    )
+        """Raise ValueError if the template does not write the chat's tools or documents, or tools or calls of turns."""
+        others: dict[str, tuple[Sequence[Message], dict[str, Any]]] = {
+            f'"{name}" of the chat; give another template': (messages, _without(variables, name))
+            for name in ("tools", "documents")
+            if name in variables
+        }
+        for name, known in TOOLS_OF_TURNS.items():
+            if any(message.get(name) for message in messages):
+                turns: Sequence[Message] = [_without(message, name) for message in messages]
+                others[f'"{name}" of a turn; give {known}, or another template'] = turns, variables
+        text = self.template.render(messages, **variables) if others else ""
+        for what, (turns, rest) in others.items():
+            with suppress(InputError):  # a template that needs the field writes it
+                if self.template.render(turns, **rest) == text:
+                    raise ValueError(f"{self.template.name}: does not write the {what}")
 
     def _before(self, ids: list[int]) -> list[int]:
         """The tokens that the tokenizer adds before a text, unless the text starts with them."""
@@ -268,6 +274,10 @@ class Encoder:
         last = [*ids[-1:], *after][-1:]
         is_ended = not self.eos_token_ids or (last and last[0] in self.eos_token_ids)
         return after if is_ended else [*after, self.eos_token_ids[0]]
+
+
+def _without(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key != name}
 
 
 def _usable(template: ChatTemplate | LigerModelsError) -> ChatTemplate:

@@ -80,6 +80,9 @@ REFUSED_IN_TURNS = {
 }
 """Fields of turns that would change the training and are not implemented -> reason."""
 
+TOOLS_OF_TURNS = {**dict.fromkeys(("tools", "functions"), '"tools" beside the turns'), "function_calls": '"tool_calls"'}
+"""Fields of turns for tools and their calls that few templates read (OLMo 3's, DeepSeek-V3.2's) -> the usual field."""
+
 TRAINED = ("weight", "train", "training", "loss")
 """Fields of turns that say whether a turn is trained on: OpenAI's, axolotl's, and ms-swift's and XTuner's."""
 

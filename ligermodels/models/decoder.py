@@ -13,6 +13,7 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.generation.state import DecodingState
 from ligermodels.layers import (
     Block,
+    BlockConfig,
     BlockOutput,
     Embedding,
     ForwardContext,
@@ -344,10 +345,16 @@ class Decoder(RefusesDropout):
             return x, blocks, context
         return selected.take(x), blocks, context.of_tokens(selected) if blocks else context
 
+    def _config_of(self, number: int) -> BlockConfig:
+        """Config of a block that is there: a user may have removed, repeated or moved blocks."""
+        config = getattr(self.blocks[number], "config", None)
+        return config if isinstance(config, BlockConfig) else self.config.blocks[number]
+
     def new_state(self, batch_size: int, max_length: int) -> DecodingState:
         """An empty decoding state for `batch_size` sequences of up to `max_length` tokens."""
         ranks = self._tensor_ranks
-        blocks = self.config.blocks if ranks == 1 else [block.tensor_shard(ranks) for block in self.config.blocks]
+        blocks = [self._config_of(number) for number in range(len(self.blocks))]
+        blocks = blocks if ranks == 1 else [block.tensor_shard(ranks) for block in blocks]
         weight = next(self.parameters())
         sizes: dict[str, Any] = {"hidden_size": self.config.hidden_size, "dtype": weight.dtype, "device": weight.device}
         return DecodingState([block.mixer for block in blocks], batch_size, max_length, **sizes)
