@@ -127,9 +127,7 @@ LABEL_TEXTS = {**dict.fromkeys(("true", "1", "1.0"), True), **dict.fromkeys(("fa
 def label_of(value: Any) -> bool | None:
     """The label of a completion: true, false, 1 or 0, or the text of one of them, as in a cell; None for any other."""
     if isinstance(value, str):
-        return {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}.get(
-            value.strip().lower()
-        )
+        return LABEL_TEXTS.get(value.strip().lower())
     return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
 
 
