@@ -219,6 +219,7 @@ def _beside_transformers(records: Sequence[Record]) -> str:
 
 def _mixtures(records: Sequence[Record]) -> str:
     """Training steps of mixtures beside transformers."""
+    records = [record for record in records if not record["case"].startswith(HYBRIDS)]
     table = _beside_transformers(records)
     return table and (
         f"## Mixtures, one {records[-1]['gpu']}\n\n"

@@ -24,7 +24,7 @@ from ligermodels.training.recording import GraphNumbers, Recording
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` in one kernel launch for all parameters of a dtype, with the same states and state dict.
+    """`torch.optim.AdamW` in one kernel launch for many parameters, with the same states and state dict.
 
     Sharded parameters (DTensor) are updated shard by shard; make the optimizer after the model is sharded. amsgrad,
     maximize and capturable are not implemented.
@@ -196,7 +196,7 @@ class FusedAdamW(torch.optim.AdamW):
         """Create the state of a parameter that has none."""
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, device="cpu")  # not on torch's default device
             state.update(self.new_state(parameter, index))
         if state["step"].device.type != "cpu":  # torch's fused AdamW counts on the GPU; reading it waits
             state["step"] = state["step"].cpu()

@@ -88,7 +88,7 @@ class GraphNumbers:
             numbers.append([*self._optimizer.step_numbers(group, step, index), 0.0])
             keys.append([0 if seeds is None else rounding_key(seeds, step), 0])
         for target, rows in ((self._numbers, numbers), (self._keys, keys)):
-            source = torch.tensor(rows, dtype=target.dtype)
+            source = torch.tensor(rows, dtype=target.dtype, device="cpu")  # not on torch's default device
             target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
 
     def of(self, index: int) -> tuple[Tensor, Tensor | None]:

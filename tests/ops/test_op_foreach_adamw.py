@@ -97,6 +97,20 @@ def test_parameters_that_repeat(where: Where) -> None:
     torch.testing.assert_close(*found, rtol=unit, atol=unit)
 
 
+def test_under_another_default_device(where: Where) -> None:
+    """Tables and counts are made on the host all the same."""
+    start, gradient = torch.randn(2, 37, device=where.device).to(where.dtype)
+    found = []
+    for default in ("cpu", "meta"):
+        parameters = [torch.nn.Parameter(start.clone()) for _ in range(2)]
+        for parameter in parameters:
+            parameter.grad = gradient.clone()
+        with torch.device(default):
+            FusedAdamW(parameters, **NUMBERS).step()
+        found.append(torch.stack([parameter.detach() for parameter in parameters]))
+    assert torch.equal(*found) and not torch.equal(found[0][0], start)
+
+
 def test_a_step_that_fails_is_not_counted() -> None:
     parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
     optimizer = FusedAdamW(parameters)

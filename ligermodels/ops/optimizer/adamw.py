@@ -81,7 +81,7 @@ def adamw_step(
     if not use_kernels(*tensors[:2]) and parameter.device.type == "cpu" and _rounds_nothing(tensors):
         p, g, m, v = ([cast(Tensor, x)] for x in tensors)
         torch_adamw(
-            p, g, m, v, [], [torch.tensor(step - 1.0)], fused=True, amsgrad=False, maximize=False,
+            p, g, m, v, [], [torch.tensor(step - 1.0, device="cpu")], fused=True, amsgrad=False, maximize=False,
             lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay,
         )  # fmt: skip
         return

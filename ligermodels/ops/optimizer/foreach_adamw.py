@@ -113,18 +113,18 @@ def _launch(
     rows: Sequence[_Row], device: torch.device, numbers: Sequence[float], is_even: bool, is_stochastic: bool
 ) -> None:
     """One launch for parameters of the same dtypes. `numbers`: betas and eps."""
-    programs = torch.tensor([-(-row.size // (BLOCK * BLOCKS)) for row in rows])
-    firsts = programs.cumsum(0) - programs
-    table = [
-        (*row.addresses, row.size, row.first, row.key, first) for row, first in zip(rows, firsts.tolist(), strict=True)
-    ]
-    row_of = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), programs)
-    on_device = [
-        (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
-        for x in (torch.tensor(table), torch.tensor([row.numbers for row in rows], dtype=torch.float64), row_of)
-    ]
+    cpu = torch.device("cpu")  # by name: torch's default device may be another
+    programs = torch.tensor([-(-row.size // (BLOCK * BLOCKS)) for row in rows], device=cpu)
+    firsts = (programs.cumsum(0) - programs).tolist()
+    table = [(*row.addresses, row.size, row.first, row.key, first) for row, first in zip(rows, firsts, strict=True)]
+    on_host = (
+        torch.tensor(table, device=cpu),
+        torch.tensor([row.numbers for row in rows], dtype=torch.float64, device=cpu),
+        torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32, device=cpu), programs),
+    )
+    on_device = [(x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True) for x in on_host]
     with torch.cuda.device_of(rows[0].tensors[0]):
-        _foreach_adamw_kernel[(len(row_of),)](
+        _foreach_adamw_kernel[(len(on_host[2]),)](
             *rows[0].tensors, *on_device, *numbers, EVEN=is_even, STOCHASTIC=is_stochastic, COLUMNS=COLUMNS,
             BLOCKS=BLOCKS, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
