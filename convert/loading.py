@@ -181,7 +181,9 @@ class _Lane:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
         with torch.cuda.stream(self.stream):  # pins memory in the context of this GPU, not of GPU 0
-            buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(BUFFERS)]
+            buffers = [
+                torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(BUFFERS)
+            ]
         self.turns = itertools.cycle([(buffer, torch.cuda.Event()) for buffer in buffers])
 
     def fill(self, reader: FileReader, piece: Piece) -> int:

@@ -129,7 +129,7 @@ def _mean(checkpoint: Checkpoint, name: str, used: int) -> Tensor:
     if not (header.dtype.is_floating_point and header.dtype.itemsize > 1):
         raise CheckpointError(f"{checkpoint.folder}: {name!r} is quantised ({header.dtype}): no token can be added")
     width, step = math.prod(header.shape[1:]), max(1, AT_ONCE // math.prod(header.shape[1:]))
-    total = torch.zeros(width, dtype=torch.float64)
+    total = torch.zeros(width, dtype=torch.float64, device="cpu")
     for row in range(0, used, step):
         count = min(step, used - row)
         total += checkpoint.read_slice(name, row * width, count * width).view(count, width).double().sum(0)
