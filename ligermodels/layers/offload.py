@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -70,6 +71,7 @@ class HostCopy:
     """
 
     _returning: tuple[Tensor, torch.cuda.Event | None] | None = None  # on its way back to the GPU
+    _buffers: list[Tensor]
 
     def __init__(self, tensor: Tensor) -> None:
         dense = tensor if tensor.is_contiguous() else tensor.clone()
@@ -77,7 +79,10 @@ class HostCopy:
         self._layout: dict[str, Any] = {"size": dense.shape, "stride": dense.stride(), "dtype": dense.dtype}
         self._device, self._changed = tensor.device, False
         self.sizes = _sizes(tensor.nbytes)
-        self._parts = [] if tensor.is_meta else [self._part(size) for size in self.sizes]
+        self._buffers = []
+        for size in () if tensor.is_meta else self.sizes:
+            self._buffers.append(_buffer(self._device, _rounded(size)))
+        self._parts = [buffer[:size] for buffer, size in zip(self._buffers, self.sizes, strict=False)]
         self._copied = _copy(self._parts, self._split(dense), self._device)
         self._previous = _latest.get(self._device)
         _latest[self._device] = weakref.ref(self)
@@ -124,22 +129,32 @@ class HostCopy:
         """The bytes of a tensor without gaps, in the sizes of the parts in host memory."""
         return dense.detach().as_strided((dense.numel(),), (1,)).view(torch.uint8).split(self.sizes)
 
-    def _part(self, size: int) -> Tensor:
-        try:
-            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda")
-        except RuntimeError as error:
-            raise InputError(
-                f"activation_checkpointing: the host has no {size:,} bytes of page-locked memory left for 'offload', "
-                f"which has {host_bytes():,}; use fewer tokens per forward pass, or 'full'"
-            ) from error
-
     def __del__(self) -> None:
         if self._returning is not None and self._returning[1] is not None:  # still copied to, and not needed
             self._returning[0].record_stream(_side_stream(self._device))
+        for buffer in self._buffers:
+            _free[self._device, len(buffer)].append(buffer)
 
 
+_free: defaultdict[tuple[torch.device, int], list[Tensor]] = defaultdict(list)
+"""Free buffers in host memory, by device and size. The GPU may still read them, but later copies to them are on the same
+stream. torch's allocator would wait for the GPU before it reuses them, and take more while the host is ahead."""
 _latest: dict[torch.device, weakref.ref[HostCopy]] = {}
 _alive: weakref.WeakSet[HostCopy] = weakref.WeakSet()
+
+
+def _buffer(device: torch.device, size: int) -> Tensor:
+    try:
+        return _free[device, size].pop()
+    except IndexError:
+        pass
+    try:
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+    except RuntimeError as error:
+        raise InputError(
+            f"activation_checkpointing: the host has no {size:,} bytes of page-locked memory left for 'offload', which "
+            f"has {host_bytes():,}; use fewer tokens per forward pass, or 'full'"
+        ) from error
 
 
 def _sizes(nbytes: int) -> list[int]:
