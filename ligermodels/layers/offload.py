@@ -137,8 +137,8 @@ class HostCopy:
 
 
 _free: defaultdict[tuple[torch.device, int], list[Tensor]] = defaultdict(list)
-"""Free buffers in host memory, by device and size. The GPU may still read them, but later copies to them are on the same
-stream. torch's allocator would wait for the GPU before it reuses them, and take more while the host is ahead."""
+"""Free buffers in host memory, by device and size. The GPU may still read them, but later copies to them are on the
+same stream. torch's allocator would wait for the GPU before it reuses them, and take more while the host is ahead."""
 _latest: dict[torch.device, weakref.ref[HostCopy]] = {}
 _alive: weakref.WeakSet[HostCopy] = weakref.WeakSet()
 
