@@ -23,7 +23,9 @@ from benchmarks.cases.models import CONFIGS as MODELS
 from benchmarks.cases.parallel import Case, planned_gib
 from ligermodels.arguments import OptimizerName
 from ligermodels.cli import app
+from ligermodels.cli.dry_run import _memory
 from ligermodels.cli.plan import memory_size
+from ligermodels.console import readable_bytes
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.offload import host_bytes
 from ligermodels.ops import gated_delta_rule
@@ -501,6 +503,9 @@ def test_inputs_of_blocks_in_host_memory(degrees: dict[str, int]) -> None:
     assert full.activations - less.activations == layers * inputs
     assert full.total - less.total == pytest.approx((layers - 2) * inputs, rel=0.01)
     assert replace(less, activations=0, backward=0, host=0) == replace(full, activations=0, backward=0)
+    assert less.total == sum(vars(less).values()) - less.host
+    text = f" and {readable_bytes(less.host)} of host memory"  # of `train --dry-run`
+    assert _memory(less).endswith(text) and "host" not in _memory(full) + _memory(less).removesuffix(text)
 
 
 def test_host_memory_is_used_where_nothing_else_fits(tmp_path: Path) -> None:
