@@ -80,8 +80,8 @@ def nativize(model: Model) -> Model:
     hf.__dict__["_replicate_for_data_parallel"] = _no_replica
     if name := changed_setting(hf, read):
         warn_caller(
-            f"nativize: {name} is not what transformers builds from the config, and native layers are composed from the "
-            "config; so the code of the class runs, which computes with it",
+            f"nativize: {name} is not what transformers builds from the config, of which native layers are composed: "
+            "the code of the class runs, which computes with it",
             UserWarning,
         )
     return model

@@ -48,7 +48,7 @@ class Native:
     rope_by_length: bool = False
     output: type | None = None
     inputs: frozenset[str] = frozenset()
-    settings: Settings = Settings(nn.Module, {}, {})
+    settings: Settings = field(default_factory=Settings)
     rotary: tuple[str, ...] = ()
     config_settings: Mapping[str, Any] = field(default_factory=dict)
 

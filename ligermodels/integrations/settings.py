@@ -1,11 +1,11 @@
-"""Settings of transformers modules, as their config gives them to the native counterparts: if one is another, set before
-`nativize` or after, the code of the class runs, which reads it in every pass."""
+"""Settings of transformers modules, as their config gives them to the native counterparts: if one is another, set
+before `nativize` or after, the code of the class runs, which reads it in every pass."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
 
@@ -39,9 +39,9 @@ class Settings:
     children: settings of submodules without tensors (an activation, a dropout) by name.
     """
 
-    kind: type
-    attributes: Mapping[str, Any]
-    children: Mapping[str, Settings]
+    kind: type = nn.Module
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    children: Mapping[str, Settings] = field(default_factory=dict)
 
     def changed_in(self, module: nn.Module) -> str | None:
         """The name of an attribute or submodule of `module` with other settings, "forward" for another forward of its
@@ -187,8 +187,12 @@ def _changed_buffers(
         if (by_length and "original" not in name) or (value is not None and value.is_meta):
             continue
         dtype = expected.dtype if value is None else value.dtype
-        close = {"rtol": max(1e-5, torch.finfo(dtype).eps), "atol": 0.0}
-        if value is None or value.shape != expected.shape or not torch.allclose(value.cpu(), expected.to(dtype), **close):
+        tolerance = max(1e-5, torch.finfo(dtype).eps)
+        if (
+            value is None
+            or value.shape != expected.shape
+            or not torch.allclose(value.cpu(), expected.to(dtype), rtol=tolerance, atol=0)
+        ):
             changed[name] = None
     return changed
 
