@@ -89,8 +89,10 @@ class Fields:
         return tuple(f"{name} = {value}" for name, value in probabilities.items() if value)
 
     def check_unread(self) -> None:
-        """Warn about, or refuse, fields that were not read and have no default: see `unread.check_unread`. Refuse rotary
-        settings, also of models without positions, that an export cannot write."""
+        """Warn about, or refuse, fields that were not read and have no default: see `unread.check_unread`.
+
+        Also refuse rotary settings that an export cannot write, of models without positions too.
+        """
         check_unread(self.config, self._read, self.where)
         rope_fields(self.config)
 

@@ -268,9 +268,9 @@ class Encoder:
             unwritten = [n for n in rare if not is_written([_without(m, [n]) for m in messages], variables)]
         else:
             unwritten = list(rare)
-        for name in unwritten:
-            if (known := RARE_IN_TURNS.get(name)) is not None:
-                message = f'does not write the "{name}" of a turn; give {known}, or another template'
+        for field, known in RARE_IN_TURNS.items():
+            if field in unwritten:
+                message = f'does not write the "{field}" of a turn; give {known}, or another template'
                 raise ValueError(f"{self.template.name}: {message}")
         self._warn_of_unwritten(unwritten)
 

@@ -39,7 +39,7 @@ class Settings:
     children: settings of submodules without tensors (an activation, a dropout) by name.
     """
 
-    kind: type = nn.Module
+    kind: type[nn.Module] = nn.Module
     attributes: Mapping[str, Any] = field(default_factory=dict)
     children: Mapping[str, Settings] = field(default_factory=dict)
 
@@ -181,7 +181,7 @@ def _changed_buffers(
     another device or in another dtype. Passes change those that follow the length of a sequence."""
     built.to_empty(device="cpu", recurse=False)
     initialise(built)
-    changed = {}
+    changed: dict[str, None] = {}
     for name, expected in built.named_buffers(recurse=False):
         value = rotary._buffers.get(name)
         if (by_length and "original" not in name) or (value is not None and value.is_meta):
