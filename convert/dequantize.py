@@ -13,6 +13,7 @@ from torch import Tensor
 from ligermodels.convert.bitsandbytes import Bits4, bits4_tensors
 from ligermodels.convert.encoded import MXFP4, Encoded, fp8_tensors, matrix_of, mxfp4_tensors
 from ligermodels.convert.loading import Reader, Spec
+from ligermodels.convert.placement import stored_dtype
 from ligermodels.convert.quantization import Quantization
 from ligermodels.convert.safetensors_reader import Checkpoint
 
@@ -105,18 +106,18 @@ class Dequantized(EncodedReader):
     Args:
         files: reads the stored tensors.
         quantization: how they are stored.
-        dtype: dtype of the dequantised tensors.
+        dtype: dtype of the dequantised tensors; None for the dtype of most numbers that are not quantised.
 
     Raises:
         CheckpointError: quantised tensors have no scales, scales have no tensor, or scales have a wrong shape or dtype;
             the message lists all of them.
     """
 
-    def __init__(self, files: Checkpoint, quantization: Quantization, dtype: torch.dtype) -> None:
+    def __init__(self, files: Checkpoint, quantization: Quantization, dtype: torch.dtype | None) -> None:
         encoded = ENCODINGS[quantization.encoding](files, quantization.block)
         hidden = {name for tensor in encoded.values() for name in tensor.stored}
         plain = {n: h for n, h in files.headers.items() if n not in hidden and not re.search(ACTIVATION_SCALES, n)}
-        super().__init__(files, encoded, dtype, plain)
+        super().__init__(files, encoded, dtype or stored_dtype(plain), plain)
 
 
 class Stored4Bits(NamedTuple):
@@ -176,6 +177,14 @@ def _encoded(reader: Reader, kind: type[T]) -> dict[str, T]:
     return {name: tensor for name, tensor in encoded.items() if isinstance(tensor, kind)}
 
 
-def dequantized(files: Checkpoint, quantization: Quantization | None, dtype: torch.dtype) -> Checkpoint | Dequantized:
+def dequantized(
+    files: Checkpoint, quantization: Quantization | None, dtype: torch.dtype | None
+) -> Checkpoint | Dequantized:
     """A reader of `files`: `files` itself, or with a `quantization` a `Dequantized` of `dtype`."""
     return files if quantization is None else Dequantized(files, quantization, dtype)
+
+
+def unquantized_dtype(reader: Reader) -> torch.dtype:
+    """The dtype of most numbers of a checkpoint, without quantised tensors and their scales; see `stored_dtype`."""
+    encoded = reader.encoded if isinstance(reader, Dequantized) else {}
+    return stored_dtype({name: header for name, header in reader.headers.items() if name not in encoded})

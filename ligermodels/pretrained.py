@@ -87,7 +87,7 @@ def from_pretrained(
     Args:
         name_or_path: hub repo id or local folder.
         dtype: dtype of the parameters, or its name ("bfloat16"). By default, and with "auto", the dtype in config.json,
-            or if it has none the dtype of most of the stored numbers.
+            or if it has none the dtype of most stored numbers that are not quantised.
         device: device of the parameters: a torch device, its name, or the index of a CUDA device. Default: torch's
             default device, the CPU unless `torch.device(...)` as a context or `torch.set_default_device` names another.
             On "meta" the checkpoint is checked and no tensor is read, except for an LM head that the config ties and

@@ -9,7 +9,7 @@ from ligermodels.archs.rope import read_rope
 from ligermodels.archs.unread import DROPOUT, check_unread
 from ligermodels.convert.config_json import are_token_ids
 from ligermodels.convert.json_values import is_int, is_list_of, is_number
-from ligermodels.convert.rope_settings import LAYER_THETAS, rope_parameters
+from ligermodels.convert.rope_settings import LAYER_THETAS, rope_fields, rope_parameters
 from ligermodels.errors import ConfigError, short
 from ligermodels.layers import RopeConfig
 
@@ -89,8 +89,12 @@ class Fields:
         return tuple(f"{name} = {value}" for name, value in probabilities.items() if value)
 
     def check_unread(self) -> None:
-        """Warn about, or refuse, fields that were not read and have no default: see `unread.check_unread`."""
+        """Warn about, or refuse, fields that were not read and have no default: see `unread.check_unread`.
+
+        Also refuse rotary settings that an export cannot write, of models without positions too.
+        """
         check_unread(self.config, self._read, self.where)
+        rope_fields(self.config)
 
     def _raw(self, name: str) -> Any:
         """The field's value, unchecked; None if it is missing."""

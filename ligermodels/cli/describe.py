@@ -101,8 +101,7 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
     import torch
 
     from ligermodels.convert.config_json import named_dtype, read_json
-    from ligermodels.convert.dequantize import dequantized
-    from ligermodels.convert.placement import stored_dtype
+    from ligermodels.convert.dequantize import dequantized, unquantized_dtype
     from ligermodels.convert.quantization import without_quantization
     from ligermodels.convert.safetensors_reader import Checkpoint as Files
     from ligermodels.layers.initialization import persistent_tensors
@@ -116,7 +115,7 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
     dtype, has_weights = named_dtype(hf_config), any(folder.glob("*.safetensors*"))
     if dtype is None and has_weights:
         with Files(folder) as files:
-            dtype = stored_dtype(files.headers)
+            dtype = unquantized_dtype(dequantized(files, quantization, None))
     dtype = dtype or torch.float32
     model = from_config(hf_config, device="meta")
     config = model.config

@@ -174,6 +174,12 @@ class ChatTemplate:
         # If the template refuses the same content from a user, the system turn is not the reason.
         return self._writes(chat) or not self._writes([join_turns(*chat)])
 
+    @cached_property
+    def writes_reasoning(self) -> bool:
+        """Whether the reasoning of a last turn is rendered."""
+        answer = {"role": "assistant", "content": "!", "reasoning_content": PROBE, "thinking": PROBE}
+        return self._writes([{"role": "user", "content": "?"}, answer])
+
     def _writes(self, messages: Sequence[Message]) -> bool:
         return PROBE in self._try(messages)
 

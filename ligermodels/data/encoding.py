@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ligermodels.arguments import IGNORE_INDEX
 from ligermodels.data.chat import ChatTemplate, Message, covered, encode_chat
-from ligermodels.data.record_fields import TOOLS_OF_TURNS, is_cut
+from ligermodels.data.record_fields import RARE_IN_TURNS, is_cut, rare_fields
 from ligermodels.data.records import Completion, NothingToLearn, Record, read_record
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, InputError, LigerModelsError
@@ -221,7 +221,7 @@ class Encoder:
         """Token ids and labels of a chat, as the template writes it; the assistant's tokens have labels.
 
         Raises:
-            InputError: the template refuses the chat, or does not write its tools, documents or calls.
+            InputError: the template refuses the chat, or does not write its tools, documents, calls or plans.
             NothingToLearn: no token has a label.
         """
         self._check_written(messages, variables)
@@ -239,28 +239,47 @@ class Encoder:
         """Token ids of a chat, as the template writes it, up to the beginning of the assistant's next turn.
 
         Raises:
-            InputError: the template refuses the chat, or does not write its tools, documents or calls.
+            InputError: the template refuses the chat, or does not write its tools, documents, calls or plans.
         """
         self._check_written(messages, variables)
         text = self.template.render(messages, add_generation_prompt=True, **variables)
         return self.tokenizer.encode_with_offsets(text)[0]
 
     def _check_written(self, messages: Sequence[Message], variables: dict[str, Any]) -> None:
-        """Raise ValueError if the template does not write the chat's tools or documents, or tools or calls of turns."""
-        others: dict[str, tuple[Sequence[Message], dict[str, Any]]] = {
-            f'"{name}" of the chat; give another template': (messages, _without(variables, name))
-            for name in ("tools", "documents")
-            if name in variables
-        }
-        for name, known in TOOLS_OF_TURNS.items():
-            if any(message.get(name) for message in messages):
-                turns: Sequence[Message] = [_without(message, name) for message in messages]
-                others[f'"{name}" of a turn; give {known}, or another template'] = turns, variables
-        text = self.template.render(messages, **variables) if others else ""
-        for what, (turns, rest) in others.items():
+        """Raise ValueError if the template does not write the chat's tools or documents, or tools, calls or plans of
+        turns. Warns of other fields of turns that it does not write, once per template."""
+        rare = dict.fromkeys(name for message in messages for name in rare_fields(message))
+        named = [name for name in ("tools", "documents") if name in variables]
+        if not rare and not named:
+            return
+        text = self.template.render(messages, **variables)
+
+        def is_written(turns: Sequence[Message], rest: dict[str, Any]) -> bool:
             with suppress(InputError):  # a template that needs the field writes it
-                if self.template.render(turns, **rest) == text:
-                    raise ValueError(f"{self.template.name}: does not write the {what}")
+                return self.template.render(turns, **rest) != text
+            return True
+
+        for name in named:
+            if not is_written(messages, _without(variables, [name])):
+                raise ValueError(
+                    f'{self.template.name}: does not write the "{name}" of the chat; give another template'
+                )
+        if not rare or is_written([_without(message, rare) for message in messages], variables):
+            unwritten = [n for n in rare if not is_written([_without(m, [n]) for m in messages], variables)]
+        else:
+            unwritten = list(rare)
+        for field, known in RARE_IN_TURNS.items():
+            if field in unwritten:
+                message = f'does not write the "{field}" of a turn; give {known}, or another template'
+                raise ValueError(f"{self.template.name}: {message}")
+        self._warn_of_unwritten(unwritten)
+
+    def _warn_of_unwritten(self, names: Sequence[str]) -> None:
+        template = self.template
+        if new := [name for name in names if ("turn", name) not in template.omitted]:
+            template.omitted.update(("turn", name) for name in new)
+            fields = ", ".join(f'"{name}"' for name in new)
+            template.warn(f"{template.name}: does not write {fields} of turns: the model is trained without them")
 
     def _before(self, ids: list[int]) -> list[int]:
         """The tokens that the tokenizer adds before a text, unless the text starts with them."""
@@ -276,8 +295,8 @@ class Encoder:
         return after if is_ended else [*after, self.eos_token_ids[0]]
 
 
-def _without(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if key != name}
+def _without(fields: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key not in names}
 
 
 def _usable(template: ChatTemplate | LigerModelsError) -> ChatTemplate:

@@ -30,8 +30,8 @@ class Leaf(NamedTuple):
 def find_leaves(versions: Versions) -> list[Leaf]:
     """The parts of all messages that the template writes, in the order of the text.
 
-    Warns, once per template, if the template omits a part. Many templates omit the reasoning of earlier turns: that is
-    no reason to warn.
+    Warns, once per template, if the template omits a part. Many templates that write reasoning omit it in earlier
+    turns of the assistant: that is no reason to warn.
 
     Args:
         versions: the chat and its other versions.
@@ -102,7 +102,8 @@ def _warn_of_omission(versions: Versions, text: str, i: int, part: str) -> None:
     role, is_known = message.get("role"), versions.try_text(Version(probed=(i, part))) == text
     if not is_known or not is_filled(message, part) or (role, part) in template.omitted:
         return
-    if part != "reasoning" or not any(message.get("role") == "assistant" for message in later):
+    is_earlier = role == "assistant" and any(message.get("role") == "assistant" for message in later)
+    if part != "reasoning" or not is_earlier or not template.writes_reasoning:
         template.omitted.add((role, part))
         template.warn(
             f"{template.name}: does not write the {part} of the {role} (message {i}): the model is trained without it"

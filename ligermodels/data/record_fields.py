@@ -80,11 +80,29 @@ REFUSED_IN_TURNS = {
 }
 """Fields of turns that would change the training and are not implemented -> reason."""
 
-TOOLS_OF_TURNS = {**dict.fromkeys(("tools", "functions"), '"tools" beside the turns'), "function_calls": '"tool_calls"'}
-"""Fields of turns for tools and their calls that few templates read (OLMo 3's, DeepSeek-V3.2's) -> the usual field."""
+RARE_IN_TURNS = {
+    **dict.fromkeys(("tools", "functions"), '"tools" beside the turns'),
+    "function_calls": '"tool_calls"',
+    "tool_plan": '"reasoning_content" or "content"',
+}
+"""Fields of turns for tools, their calls, and words before them, that few templates read (OLMo 3's, DeepSeek-V3.2's,
+Command R7B's) -> the usual field."""
+
+READ_IN_TURNS = frozenset({
+    "role", "content", "tool_calls", "tool_responses", "reasoning_content", "thinking", "reasoning", "weight", FINISH,
+    "tool_call_id",
+})  # fmt: skip
+"""Fields of turns that are used, or only say to which call a result belongs. Of these, other code names texts that a
+template does not write."""
 
 TRAINED = ("weight", "train", "training", "loss")
 """Fields of turns that say whether a turn is trained on: OpenAI's, axolotl's, and ms-swift's and XTuner's."""
+
+
+def rare_fields(message: Mapping[str, Any]) -> list[str]:
+    """Fields of a turn, not empty, that a template may write or not, beside the usual ones."""
+    known = READ_IN_TURNS | {"name"} if message["role"] == "tool" else READ_IN_TURNS
+    return [name for name, value in message.items() if name not in known and value not in (*EMPTY, None)]
 
 
 def is_record(value: Mapping[str, Any]) -> bool:

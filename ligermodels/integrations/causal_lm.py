@@ -18,7 +18,7 @@ from ligermodels.integrations.conditions import layers_run_natively, no_cache, r
 from ligermodels.integrations.inputs import Inputs, Padding, check_logits_to_keep, check_loss_inputs, shape_of
 from ligermodels.integrations.modules import has_hooks, is_ours, part
 from ligermodels.integrations.token_statistics import token_statistics
-from ligermodels.layers import IGNORE_INDEX, Targets
+from ligermodels.layers import IGNORE_INDEX, HeadConfig, Targets
 from ligermodels.layers.lm_head import loss_or_log_probs
 from ligermodels.layers.tokens import TokenLayout, Tokens
 
@@ -78,13 +78,16 @@ def causal_lm_forward(
     return type(model).forward(model, **inputs, attention_mask=attention_mask, **renamed(options))
 
 
-def head_forward(head: Any, hidden: Tensor, targets: Tensor | None = None, **options: Any) -> Any:
+def head_forward(
+    head: Any, hidden: Tensor, targets: Tensor | None = None, config: HeadConfig | None = None, **options: Any
+) -> Any:
     """The forward of the language-model head.
 
     Args:
         head: the head, an nn.Linear.
         hidden: (..., H).
         targets: long (...), -100 where ignored, or None.
+        config: config of the native head; by default the one of `nativize`.
         options: options of the loss; or with `outputs` the options of `token_statistics`, for TRL.
 
     Returns:
@@ -93,7 +96,7 @@ def head_forward(head: Any, hidden: Tensor, targets: Tensor | None = None, **opt
     if targets is None:
         return type(head).forward(head, hidden)
     compute = token_statistics if "outputs" in options else loss_or_log_probs
-    return compute(head.native.config, hidden, head.weight, targets, head.bias, **options)
+    return compute(config or head.native.config, hidden, head.weight, targets, head.bias, **options)
 
 
 @cache

@@ -93,7 +93,7 @@ def layers_run_natively(backbone: Any, padding: Padding) -> bool:
         all(is_ours(x, layer_forward) and is_ours(part(x, "mixer"), mixer_forward) for x in layers)
         and not has_hooks(modules)
         and keep_settings((backbone, *modules))
-        and has_rotary_of(backbone)
+        and has_rotary_of(backbone, backbone.native.rotary)
         and not mixes_tokens(modules)
         and not (padding.exists and backbone.native.rope_by_length)
     )

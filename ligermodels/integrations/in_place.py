@@ -14,14 +14,14 @@ from transformers import modeling_outputs
 from transformers.utils import ModelOutput
 
 from ligermodels.archs import family_of
-from ligermodels.errors import ConfigError, InputError
+from ligermodels.errors import ConfigError, InputError, warn_caller
 from ligermodels.integrations.backbone import backbone_forward
 from ligermodels.integrations.causal_lm import causal_lm_forward, head_forward
 from ligermodels.integrations.decoder import HFDecoder
 from ligermodels.integrations.modules import FINAL_NORM, Native, part, set_forward, unset_forward, within_adapter
 from ligermodels.integrations.multimodal import inputs_beside_text, multimodal_forward
 from ligermodels.integrations.nativize_layer import check_supported, nativize_layer, set_norm
-from ligermodels.integrations.settings import config_settings, set_rotary
+from ligermodels.integrations.settings import as_built, changed_setting, config_settings, expect_settings, set_rotary
 from ligermodels.layers import AttentionConfig, LatentAttentionConfig, RotaryEmbedding
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.families import warn_of_other_family
@@ -55,7 +55,7 @@ def nativize(model: Model) -> Model:
         >>> trainer = Trainer(model, train_dataset=dataset)
     """
     hf: Any = base_model(model)
-    config, names, prefix = _composed(hf)
+    config, names, prefix = composed(hf)
     backbone, inner = hf.get_decoder(), getattr(hf, prefix.partition(".")[0])
     if "native" in hf.__dict__:
         raise InputError("nativize: this model computes natively already; restore(model) undoes it")
@@ -65,10 +65,11 @@ def nativize(model: Model) -> Model:
         nativize_layer(layer, block, config.hidden_size, names)
     if (inputs := config.per_layer_inputs) is not None:
         set_norm(backbone.get_submodule(inputs.NAMES["norm"]), inputs.norm)
-    read = config_settings(hf.config.get_text_config())
+    read, built = config_settings(hf.config.get_text_config()), as_built(backbone)
     set_forward(backbone, backbone_forward, replace(_native_backbone(backbone, config, names), config_settings=read))
-    set_rotary(backbone, partial(Native, None))
     set_norm(part(backbone, FINAL_NORM), config.norm)
+    expect_settings(backbone, built, within_adapter)
+    set_rotary(backbone, built, partial(Native, None))
     set_forward(hf.lm_head, head_forward, Native(config.head))
     further_inputs = frozenset() if inner is backbone else inputs_beside_text(inner)
     if inner is not backbone:
@@ -77,6 +78,12 @@ def nativize(model: Model) -> Model:
     native = Native(config, paths, output=_output_of(hf), inputs=further_inputs, config_settings=read)
     set_forward(hf, causal_lm_forward, native, as_class=True)
     hf.__dict__["_replicate_for_data_parallel"] = _no_replica
+    if name := changed_setting(hf, read):
+        warn_caller(
+            f"nativize: {name} is not what transformers builds from the config, of which native layers are composed: "
+            "the code of the class runs, which computes with it",
+            UserWarning,
+        )
     return model
 
 
@@ -143,7 +150,7 @@ def _is_at(module: nn.Module, whole: nn.Module, path: str) -> bool:
         return False
 
 
-def _composed(hf: Any) -> tuple[DecoderConfig, Mapping[str, str], str]:
+def composed(hf: Any) -> tuple[DecoderConfig, Mapping[str, str], str]:
     """The native config of a model, the names of a layer's parts, and the path of the backbone."""
     fields = {name: value for name, value in hf.config.to_dict().items() if name != "quantization_config"}
     family = family_of(fields)

@@ -18,7 +18,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.integrations.settings import has_settings, settings_of
+from ligermodels.integrations.settings import Settings, is_of_libraries, settings_of
 from ligermodels.layers import ForwardContext
 
 FINAL_NORM = "decoder.norm"
@@ -37,7 +37,8 @@ class Native:
         on the length of the row or by queries that are scaled by their positions.
     output: class of the output of a backbone or model, where it has fields of its own.
     inputs: arguments of a multimodal model that its language model does not have.
-    settings: settings of the module that the layer was composed from; see `settings_of`.
+    settings: settings of the module as the layer has them; see `settings_of`.
+    rotary: of a backbone, the names of its rotary embeddings; see `set_rotary`.
     config_settings: of a backbone or model, those of its config; see `config_settings`.
     """
 
@@ -47,7 +48,8 @@ class Native:
     rope_by_length: bool = False
     output: type | None = None
     inputs: frozenset[str] = frozenset()
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Settings = field(default_factory=Settings)
+    rotary: tuple[str, ...] = ()
     config_settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -81,7 +83,8 @@ def attribute_named(name: str) -> Any:
 
 
 def set_forward(module: nn.Module, forward: Callable[..., Any], native: Native, *, as_class: bool = False) -> None:
-    """Replace the forward of a module, or under accelerate's hooks (of a `device_map`) the forward that they call.
+    """Replace the forward of a module, or under accelerate's hooks (of a `device_map`) the forward that they call. A
+    user's class keeps its own.
 
     Args:
         module: the module. If a PEFT adapter wraps it, the module within is changed.
@@ -96,7 +99,9 @@ def set_forward(module: nn.Module, forward: Callable[..., Any], native: Native, 
     attribute = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
     if attribute == "forward" and attribute in module.__dict__:
         raise InputError(f"nativize: something has replaced the forward of a {type(module).__name__}; nativize first")
-    module.__dict__["native"] = replace(native, settings={**settings_of(module), **native.settings})
+    module.__dict__["native"] = replace(native, settings=settings_of(module))
+    if not is_of_libraries(module):  # a user's class computes something else than the native layer
+        forward = type(module).forward
     bound = module.__dict__[attribute] = partial(forward, module)  # unlike a bound method, it can be pickled
     if as_class:
         # Trainer and generate read its arguments. Annotations may not be pickled.
@@ -133,7 +138,7 @@ def native_of(module: nn.Module) -> Native:
 
 def is_as_composed(module: nn.Module) -> bool:
     """Whether the module still has the settings that its native counterpart was composed from."""
-    return has_settings(module, native_of(module).settings)
+    return native_of(module).settings.changed_in(module) is None
 
 
 def part(module: nn.Module, name: str) -> Any:

@@ -25,7 +25,6 @@ from ligermodels.integrations.modules import (
     within_adapter,
 )
 from ligermodels.integrations.norm import HFBlock, native_norms, norm_forward
-from ligermodels.integrations.settings import EPS
 from ligermodels.integrations.short_conv import HFShortCausalConv, HFShortConv
 from ligermodels.layers import (
     AttentionConfig,
@@ -51,8 +50,7 @@ Names = Mapping[str, str]
 def set_norm(module: nn.Module, config: NormConfig) -> None:
     """Give a transformers norm its native forward."""
     module = within_adapter(module)
-    eps = dict.fromkeys((name for name in EPS if name in vars(module)), config.eps)
-    set_forward(module, norm_forward, Native(config, layer=native_norms(module, config), settings=eps))
+    set_forward(module, norm_forward, Native(config, layer=native_norms(module, config)))
 
 
 def _nativize_attention(

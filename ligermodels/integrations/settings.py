@@ -1,13 +1,17 @@
-"""Settings of transformers modules that their native counterparts were composed from: if one changes later, the code of
-the class runs, which reads it in every pass."""
+"""Settings of transformers modules, as their config gives them to the native counterparts: if one is another, set
+before `nativize` or after, the code of the class runs, which reads it in every pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch import nn
+from transformers import initialization
 
 OF_A_CONFIG = (
     "final_logit_softcapping", "logits_scaling", "output_multiplier", "layer_types", "layers_block_type",
@@ -16,21 +20,62 @@ OF_A_CONFIG = (
 )  # fmt: skip
 """Fields of a config that transformers reads in every pass, not only where it builds modules."""
 
-EPS = ("variance_epsilon", "eps")
-"""Names of a norm's epsilon in transformers."""
-
-IGNORED = frozenset({"training", "gradient_checkpointing", "layer_idx", "vocab_size", "padding_idx", "name_or_path"})
+IGNORED = frozenset({
+    "training", "gradient_checkpointing", "layer_idx", "vocab_size", "padding_idx", "name_or_path", "num_experts",
+})  # fmt: skip
 """Attributes that do not change the numbers of a pass, or that the native pass reads too."""
 
 
-def settings_of(module: nn.Module) -> dict[str, Any]:
-    """The settings of a module, by name: its plain attributes, such as `scaling`; and of each submodule without tensors
-    (an activation, a dropout) its class and plain attributes."""
-    settings = _plain(module)
-    for name, child in module.named_children():
-        if not any(True for _ in (*child.parameters(), *child.buffers())):
-            settings[name] = (type(child), _plain(child))
-    return settings
+LIBRARIES = "transformers", "torch"
+"""Beginnings of the names of modules whose forwards the native layers stand in for."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a module.
+
+    kind: its class, whose forward reads them.
+    attributes: plain attributes by name, such as `scaling`. Another attribute than a module can have never matches.
+    children: settings of submodules without tensors (an activation, a dropout) by name.
+    """
+
+    kind: type[nn.Module] = nn.Module
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    children: Mapping[str, Settings] = field(default_factory=dict)
+
+    def changed_in(self, module: nn.Module) -> str | None:
+        """The name of an attribute or submodule of `module` with other settings, "forward" for another forward of its
+        class, or None."""
+        attributes = vars(module)
+        # FSDP2 derives a class that has the forward of the original one.
+        if type(module).forward is not self.kind.forward:
+            return "forward"
+        for name, value in self.attributes.items():
+            if name not in attributes or attributes[name] != value:
+                return name
+        for name, settings in self.children.items():
+            child = module._modules.get(name)
+            if child is None or settings.changed_in(child) is not None:
+                return name
+        return None
+
+
+def settings_of(module: nn.Module) -> Settings:
+    """The settings of a module. The forward of another library or a user's class counts as changed."""
+    attributes = _plain(module)
+    if not is_of_libraries(module):
+        attributes["forward"] = None
+    children = {
+        name: settings_of(child)
+        for name, child in module.named_children()
+        if not any(True for _ in (*child.parameters(), *child.buffers()))
+    }
+    return Settings(type(module), attributes, children)
+
+
+def is_of_libraries(module: nn.Module) -> bool:
+    """Whether the forward of the module's class is one of LIBRARIES, not of a user's class."""
+    return str(type(module).forward.__module__).startswith(LIBRARIES)
 
 
 def config_settings(config: Any) -> dict[str, Any]:
@@ -38,26 +83,11 @@ def config_settings(config: Any) -> dict[str, Any]:
     return {name: deepcopy(getattr(config, name, None)) for name in OF_A_CONFIG}
 
 
-def has_settings(module: nn.Module, settings: Mapping[str, Any]) -> bool:
-    """Whether a module still has these settings, of `settings_of`."""
-    attributes, children = vars(module), module._modules
-    for name, value in settings.items():
-        if not isinstance(value, tuple):
-            if name not in attributes or attributes[name] != value:
-                return False
-            continue
-        kind, plain = value
-        child = children.get(name)
-        if child is None or type(child) is not kind or not has_settings(child, plain):
-            return False
-    return True
-
-
 def keep_settings(modules: Iterable[nn.Module]) -> bool:
     """Whether all modules with a native counterpart still have the settings that it was composed from."""
     for module in modules:
         native = vars(module).get("native")
-        if native is not None and not has_settings(module, native.settings):
+        if native is not None and native.settings.changed_in(module) is not None:
             return False
     return True
 
@@ -68,7 +98,7 @@ def keeps_config(config: Any, settings: Mapping[str, Any]) -> bool:
 
 
 def changed_setting(model: Any, config: Mapping[str, Any]) -> str | None:
-    """The name of a module or field with other settings than its native counterpart was composed from, or None.
+    """The name of an attribute or field with another value than its native counterpart was composed from, or None.
 
     Args:
         model: the transformers model.
@@ -76,33 +106,95 @@ def changed_setting(model: Any, config: Mapping[str, Any]) -> str | None:
     """
     if not keeps_config(model.config.get_text_config(), config):
         return "the config"
-    return next((name for name, module in model.named_modules() if not keep_settings((module,))), None)
+    for path, module in model.named_modules():
+        native = vars(module).get("native")
+        name = None if native is None else native.settings.changed_in(module)
+        if name is not None:
+            return f"{path or type(model).__name__}.{name}"
+    return None
 
 
-def set_rotary(backbone: nn.Module, native: Callable[..., Any]) -> None:
+def as_built(backbone: Any) -> Any:
+    """A backbone of the same class as the config alone builds it, without tensors."""
+    with torch.device("meta"), initialization.no_init_weights():
+        return type(backbone)(deepcopy(backbone.config))
+
+
+def expect_settings(backbone: Any, built: Any, inner: Callable[[Any], nn.Module]) -> None:
+    """Let modules with a native counterpart, which is composed from the config, have the settings that the config
+    gives: others have been set before.
+
+    Args:
+        backbone: the backbone.
+        built: the same as the config builds it, of `as_built`.
+        inner: the module that an adapter wraps, or the module itself.
+    """
+    for module, expected in _pairs(backbone, built, inner):
+        if native := vars(module).get("native"):
+            vars(module)["native"] = replace(native, settings=settings_of(expected))
+
+
+def _pairs(module: nn.Module, built: nn.Module, inner: Callable[[Any], nn.Module]) -> Iterator[tuple[nn.Module, Any]]:
+    yield module, built
+    for name, child in built.named_children():
+        if (own := module._modules.get(name)) is not None:
+            yield from _pairs(inner(own), child, inner)
+
+
+def set_rotary(backbone: Any, built: Any, native: Callable[..., Any]) -> None:
     """Mark the rotary embeddings of a backbone by a counterpart, `native(settings=...)`: the native pass computes their
-    tables itself."""
-    for rotary in _rotary(backbone):
-        vars(rotary)["native"] = native(settings=_scaling(rotary))
+    tables itself. They are those children of the backbone, or modules within, that have no parameters.
+
+    Args:
+        backbone: the backbone.
+        built: the same as the config builds it, of `as_built`.
+        native: makes the counterpart.
+    """
+    names = tuple(name for name, child in built.named_children() if not any(True for _ in child.parameters()))
+    for name in names:
+        for module, expected in _pairs(backbone.get_submodule(name), built.get_submodule(name), lambda module: module):
+            settings, by_length = settings_of(expected), _follows_length(expected)
+            buffers = _changed_buffers(module, expected, built._init_weights, by_length)
+            attributes = {} if by_length else settings.attributes
+            vars(module)["native"] = native(settings=replace(settings, attributes={**attributes, **buffers}))
+    vars(backbone)["native"] = replace(vars(backbone)["native"], rotary=names)
 
 
-def has_rotary_of(backbone: nn.Module) -> bool:
+def has_rotary_of(backbone: nn.Module, names: Iterable[str]) -> bool:
     """Whether the rotary embeddings of a backbone are those of `set_rotary`, with their settings."""
-    rotary = _rotary(backbone)
+    rotary = [module for name in names for module in getattr(backbone, name).modules()]
     return all("native" in vars(module) for module in rotary) and keep_settings(rotary)
 
 
-def _rotary(backbone: nn.Module) -> list[nn.Module]:
-    return [child for child in backbone.children() if type(child).__name__.endswith("RotaryEmbedding")]
-
-
-def _scaling(rotary: nn.Module) -> dict[str, Any]:
-    """The factors of cosine and sine, unless they follow the length of a sequence."""
+def _follows_length(rotary: nn.Module) -> bool:
+    """Whether frequencies of a rotary embedding follow the length of a sequence."""
     kinds = getattr(rotary, "rope_type", "")
-    by_length = any(
+    return any(
         "dynamic" in kind or kind == "longrope" for kind in (kinds.values() if isinstance(kinds, dict) else (kinds,))
     )
-    return {} if by_length else {n: v for n, v in _plain(rotary).items() if n.endswith("attention_scaling")}
+
+
+def _changed_buffers(
+    rotary: nn.Module, built: nn.Module, initialise: Callable[[nn.Module], object], by_length: bool
+) -> dict[str, None]:
+    """Names of buffers (frequencies) of a rotary embedding with other values than the config gives, up to rounding on
+    another device or in another dtype. Passes change those that follow the length of a sequence."""
+    built.to_empty(device="cpu", recurse=False)
+    initialise(built)
+    changed: dict[str, None] = {}
+    for name, expected in built.named_buffers(recurse=False):
+        value = rotary._buffers.get(name)
+        if (by_length and "original" not in name) or (value is not None and value.is_meta):
+            continue
+        dtype = expected.dtype if value is None else value.dtype
+        tolerance = max(1e-5, torch.finfo(dtype).eps)
+        if (
+            value is None
+            or value.shape != expected.shape
+            or not torch.allclose(value.cpu(), expected.to(dtype), rtol=tolerance, atol=0)
+        ):
+            changed[name] = None
+    return changed
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
@@ -111,5 +203,5 @@ def _plain(module: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
         if not name.startswith("_")
         and name not in IGNORED
-        and (value is None or isinstance(value, bool | int | float | str))
+        and (value is None or isinstance(value, bool | int | float | str | tuple | list | FunctionType))
     }

@@ -21,9 +21,10 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from ligermodels.errors import InputError
 from ligermodels.integrations.causal_lm import head_forward
 from ligermodels.integrations.conditions import text_config
-from ligermodels.integrations.in_place import base_model, nativize
+from ligermodels.integrations.in_place import base_model, composed, nativize
 from ligermodels.integrations.inputs import Inputs, Padding
 from ligermodels.integrations.modules import part, within_adapter
+from ligermodels.integrations.settings import keeps_config
 from ligermodels.integrations.token_statistics import OUTPUTS
 from ligermodels.layers import IGNORE_INDEX, Targets
 from ligermodels.layers.targets import per_item
@@ -185,6 +186,12 @@ def _forward_for(
     return forward
 
 
+def _changed_head(model: Any) -> dict[str, Any]:
+    """The option `config` of `head_forward`, if the config of the model was changed since `nativize`."""
+    unchanged = keeps_config(text_config(model), model.native.config_settings)
+    return {} if unchanged else {"config": composed(model)[0].head}
+
+
 def _fused_outputs(
     model: Any,
     options: HeadOptions,
@@ -227,6 +234,7 @@ def _fused_outputs(
             outputs=options.outputs,
             temperature=options.temperature,
             num_targets=targets.wait_for_count(0),
+            **_changed_head(model),
         )
     statistics = {name: each[:, :-1] for name, each in statistics.items()}
     mask = shifted[:, :-1] != IGNORE_INDEX

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from ligermodels.convert.config_json import TEXT, THINKER, named_dtype, nested_configs, read_json
-from ligermodels.convert.dequantize import dequantized, names_in_4_bits, names_in_mxfp4
+from ligermodels.convert.dequantize import dequantized, names_in_4_bits, names_in_mxfp4, unquantized_dtype
 from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.convert.files import Companions
 from ligermodels.convert.loading import FileReader, Reader, Spec
-from ligermodels.convert.placement import stored_dtype
 from ligermodels.convert.quantization import Quantization, without_quantization
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.source_checkpoint import SourceCheckpoint
@@ -107,7 +106,7 @@ def open_checkpoint(folder: Path, dtype: torch.dtype | None, opened: ExitStack) 
 
     Args:
         folder: the folder.
-        dtype: dtype of the model to load; by default the dtype that config.json names, or else `stored_dtype`.
+        dtype: dtype of the model to load; by default the dtype that config.json names, or else `unquantized_dtype`.
         opened: closes the files when it is closed.
 
     Raises:
@@ -121,8 +120,8 @@ def open_checkpoint(folder: Path, dtype: torch.dtype | None, opened: ExitStack) 
     warn_of_other_family(hf_config)
     config = family.decoder_config(hf_config) if family.text is None else None
     files = opened.enter_context(Checkpoint(folder))
-    dtype = dtype or stored_dtype(files.headers)
     reader = dequantized(files, quantization, dtype)
+    dtype = dtype or unquantized_dtype(reader)
     if config is None:
         hf_config = tied_as_stored(hf_config, family, reader)
         config = family.decoder_config(hf_config)

@@ -198,8 +198,10 @@ class FusedAdamW(torch.optim.AdamW):
         if not state:
             state["step"] = torch.tensor(0.0, device="cpu")  # not on torch's default device
             state.update(self.new_state(parameter, index))
-        if state["step"].device.type != "cpu":  # torch's fused AdamW counts on the GPU; reading it waits
-            state["step"] = state["step"].cpu()
+        step = state["step"]
+        if not isinstance(step, Tensor):  # checkpoints of torch before 1.12, and of other libraries
+            step = torch.tensor(float(step), device="cpu")
+        state["step"] = step.cpu()  # torch's fused AdamW counts on the GPU; reading it waits
 
     def new_state(self, parameter: Tensor, index: int) -> dict[str, Tensor]:
         """The state of a parameter before its first step, without the number of steps."""

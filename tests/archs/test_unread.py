@@ -344,3 +344,12 @@ def test_fields_of_rope_on_which_readers_differ(name: str, fields: dict[str, Any
         return
     with pytest.raises(ConfigError, match=f"{refused} = .* does not mean the same to all readers.*rope_parameters"):
         compose({**CONFIGS[name], **fields})
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "granitemoehybrid", "kimi_linear", "llama-3"])
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("value", [[], "", 0, {"rope_type": None}])
+def test_rotary_settings_that_cannot_be_saved_are_refused(name: str, field: str, value: Any) -> None:
+    """Also of models without positions, which do not read them."""
+    with pytest.raises(ConfigError, match=r"rope_(scaling|parameters)"):
+        lm.from_config({**CONFIGS[name], field: value}, device="meta")

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from nf4_files import NF4, STATE, make_pair, named, quantised
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from two_ranks import in_two_ranks
@@ -18,6 +19,7 @@ from zoo import CONFIGS
 
 import ligermodels as lm
 from ligermodels.adapt import quantized_loading
+from ligermodels.cli import describe
 from ligermodels.convert import dequantize
 from ligermodels.convert.dequantize import Dequantized
 from ligermodels.convert.files import SINGLE
@@ -201,3 +203,23 @@ def test_nf4_is_taken_over_by_shards(tmp_path: Path) -> None:
     sizes = {**SIZES, "hidden_size": 64, "intermediate_size": 256, "head_dim": 64}
     make_pair(tmp_path, {**CONFIGS["llama-3"], **sizes}, nested=True, **NF4)
     in_two_ranks(loaded_on_two_ranks, tmp_path)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_dtype_without_one_in_the_config_is_not_that_of_the_scales(nested: bool, tmp_path: Path) -> None:
+    make_pair(tmp_path, CONFIGS["llama-3"], nested=nested, block=2)  # so that the scales are most of the numbers
+    stored = load_file(tmp_path / "nf4" / SINGLE)
+    scales = re.compile(r"absmax|quant_map")
+    for name, tensor in stored.items():
+        stored[name] = tensor.bfloat16() if tensor.is_floating_point() and not scales.search(name) else tensor
+    save_file(stored, tmp_path / "nf4" / SINGLE)
+    floats = [tensor for tensor in stored.values() if tensor.is_floating_point()]
+    assert nested or sum(t.numel() for t in floats if t.dtype == torch.float32) > sum(t.numel() for t in floats) / 2
+    config = json.loads((tmp_path / "nf4" / "config.json").read_text())
+    unnamed = {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
+    (tmp_path / "nf4" / "config.json").write_text(json.dumps(unnamed))
+    model = lm.from_pretrained(tmp_path / "nf4")
+    assert model.dtype == torch.bfloat16
+    assert describe.checkpoint_facts(tmp_path / "nf4")["dtype"] == "bfloat16"
+    expected = lm.from_pretrained(tmp_path / "nf4", dtype="bfloat16")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))

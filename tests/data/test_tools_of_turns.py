@@ -1,7 +1,9 @@
-"""Tools and calls as fields of turns, as in OLMo 3's data: the template writes them, or an error names them."""
+"""Further fields of turns, such as tools and calls in OLMo 3's data: the template writes them, or an error or a warning
+names them."""
 
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,11 @@ FIELDS: dict[str, tuple[str, Any, str]] = {
     "tools": ("system", [{"type": "function", "function": {"name": "f"}}], '"tools" beside the turns'),
     "functions": ("system", '[{"name": "f"}]', '"tools" beside the turns'),
     "function_calls": ("assistant", "f(x=1)", '"tool_calls"'),
+    "tool_plan": ("assistant", "I will call f", '"reasoning_content" or "content"'),
 }
 READS_THEM = (
     "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}"
-    " {{ m.tools or m.functions or m.function_calls }}<|im_end|>{% endfor %}"
+    " {{ m.tools or m.functions or m.function_calls or m.tool_plan }}<|im_end|>{% endfor %}"
 )
 
 
@@ -68,3 +71,73 @@ def test_calls_that_are_written_are_trained_on(is_last: bool, content: str) -> N
     text, spans = ChatTemplate(READS_THEM).spans(chat, special=re.compile(r"<\|im_(?:start|end)\|>"))
     answers = ["It is 3 <|im_end|>"] if not is_last else []
     assert [text[start:end].strip() for start, end in spans] == [f"{content} f(x=1)<|im_end|>".strip(), *answers]
+
+
+def test_plans_that_are_written_are_trained_on() -> None:
+    """Command R7B's template writes the plan before the calls."""
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }} {% if m.tool_calls %}<|im_start|>{{ m.tool_plan }}<|im_end|>"
+        "{{ m.tool_calls[0].function.arguments | tojson }}{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+    )
+    call = {"function": {"name": "f", "arguments": {"x": 1}}}
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_plan": "I call f", "tool_calls": [call]}]
+    text, spans = ChatTemplate(source).spans(chat, special=re.compile(r"<\|im_(?:start|end)\|>"))
+    assert "".join(text[start:end] for start, end in spans) == '<|im_start|>I call f<|im_end|>{"x": 1}<|im_end|>'
+
+
+def read(folder: Path, template: ChatTemplate, *turns: dict[str, Any]) -> list[str]:
+    """The warnings about a chat of these turns, read twice."""
+    line = json.dumps({"messages": turns})
+    (folder / "data.jsonl").write_text(f"{line}\n{line}")
+    documents = Documents(Corpus([folder / "data.jsonl"]), tokenizer_of("qwen2.5", folder), lambda: template)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert all(documents.read([0, 1]))
+    return [str(warning.message) for warning in caught]
+
+
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+
+
+@pytest.mark.parametrize("turn", [USER, ANSWER])
+def test_other_fields_that_are_not_written_are_named_once(tmp_path: Path, turn: dict[str, Any]) -> None:
+    fields = {"language": "English", "audience": "all", "weight": None, "empty": ""}
+    turns = [{**each, **(fields if each is turn else {})} for each in (USER, ANSWER)]
+    found = read(tmp_path, template_of("qwen2.5"), *turns)
+    assert found == ['qwen2.5: does not write "language", "audience" of turns: the model is trained without them']
+    writes = ChatTemplate(template_of("qwen2.5").source + "{{ messages[0].language or messages[1].language }}")
+    assert read(tmp_path, writes, *turns) == [
+        'chat template: does not write "audience" of turns: the model is trained without them'
+    ]
+
+
+def test_fields_that_link_a_result_to_its_call_are_not_named(tmp_path: Path) -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": {"x": 1}}}
+    result = {"role": "tool", "content": "3", "tool_call_id": "1", "name": "f"}
+    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert not read(tmp_path, template_of("qwen2.5"), USER, calls, result, ANSWER)
+
+
+WITH_REASONING = {**ANSWER, "reasoning_content": "They greet me"}
+OF_THE_ASSISTANT = "does not write the reasoning of the assistant (message 1): the model is trained without it"
+OF_THE_USER = "does not write the reasoning of the user (message 0): the model is trained without it"
+REASONINGS: dict[str, tuple[str, list[dict[str, Any]], str | None]] = {
+    "of a last turn": ("qwen2.5", [USER, WITH_REASONING], OF_THE_ASSISTANT),
+    "of an earlier turn": ("qwen2.5", [USER, WITH_REASONING, USER, ANSWER], OF_THE_ASSISTANT),
+    "of an earlier turn, by a template that writes that of the last": (
+        "qwen3.5", [USER, WITH_REASONING, USER, ANSWER], None,
+    ),
+    "of a user": ("qwen2.5", [{**USER, "thinking": "A friend"}, ANSWER], OF_THE_USER),
+    "of a user, by a template that writes the assistant's": (
+        "qwen3.5", [{**USER, "reasoning": "A friend"}, ANSWER], OF_THE_USER,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REASONINGS)
+def test_reasoning_that_is_not_written_is_named(tmp_path: Path, case: str) -> None:
+    name, turns, wanted = REASONINGS[case]
+    qwen3_5 = ChatTemplate((Path(__file__).parent / "templates/qwen3_5.jinja").read_text(), name="qwen3.5")
+    template = qwen3_5 if name == "qwen3.5" else template_of(name)
+    assert read(tmp_path, template, *turns) == ([] if wanted is None else [f"{name}: {wanted}"])

@@ -48,6 +48,9 @@ class MuseGlimmerForCausalLM(MuseGlimmerPreTrainedModel, GenerationMixin):
         )
 
 
+# It stands for a class of transformers; `nativize` leaves users' own forwards as they are.
+MuseGlimmerForCausalLM.forward.__module__ = MuseGlimmerTextModel.__module__
+
 # In transformers they count as models of images and text alone; some releases register no class of Mistral 4 itself.
 CLASSES: dict[type, type] = {Mistral4Config: Mistral4ForCausalLM, MuseGlimmerTextConfig: MuseGlimmerForCausalLM}
 AutoModelForCausalLM._model_mapping._extra_content.update(CLASSES)

@@ -219,6 +219,30 @@ def test_what_cannot_be_served_is_named(folder: Path, tmp_path: Path) -> None:
         trainer.model(input_ids=ids, fused_lm_head=True)
 
 
+@pytest.mark.parametrize("after", ["nativize", "use_native_head"])
+@pytest.mark.parametrize(
+    ("model_type", "change"), [("gemma2", {"final_logit_softcapping": 0.5}), ("granite", {"logits_scaling": 4.0})]
+)
+def test_a_config_changed_later_has_its_effect(
+    model_type: str, change: dict[str, float], after: str, used: dict[str, int], tmp_path: Path
+) -> None:
+    folder = tiny.save(tmp_path / "model", initializer_range=0.3, model_type=model_type)
+    model = theirs(folder)
+    model.config.update(change)
+    wanted, parameters = trained(sft(model, tmp_path / "theirs", tiny.texts()))
+    used["theirs"] = 0
+
+    model = tiny.NATIVE["nativize"](folder)
+    if after == "nativize":
+        model.config.update(change)
+    trainer = use_native_head(sft(model, tmp_path / "ours", tiny.texts()))
+    trainer.model.config.update(change)
+    found, ours = trained(trainer)
+    assert used["ours"] and not used["theirs"]
+    assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+    assert_close(ours, parameters, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["sft", "gkd"])
 def test_a_loss_of_logits_is_an_error(kind: str, folder: Path, tmp_path: Path) -> None:
     model = tiny.NATIVE["wrap"](folder)

@@ -1,7 +1,9 @@
-"""Settings of a transformers model that change after `nativize` have the effect that they have in transformers."""
+"""Settings of a transformers model that change before or after `nativize` have the effect that they have in
+transformers."""
 
 import copy
 import io
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,8 @@ import zoo
 from test_nativize import batch, make
 from torch import nn
 from torch.testing import assert_close
+from transformers import Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 import ligermodels as lm
 from ligermodels.errors import InputError
@@ -41,8 +45,33 @@ def other_rope(hf: Any) -> None:
     hf.model.rotary_emb = type(hf.model.rotary_emb)(hf.config)
 
 
+def other_frequencies(path: str, *names: str) -> Change:
+    """Changes buffers of a rotary embedding in place."""
+
+    def change(hf: Any) -> None:
+        for name in names:
+            hf.get_submodule(path).get_buffer(name).div_(4)
+
+    return change
+
+
+class Doubled(nn.Module):
+    """A user's rotary embedding, with another beginning and end of its name."""
+
+    def __init__(self, rotary: nn.Module) -> None:
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return self.rotary(x, 2 * position_ids)
+
+
+def doubled(hf: Any) -> None:
+    hf.model.rotary_emb = Doubled(hf.model.rotary_emb)
+
+
 MIXER, MLP = "model.layers.1.self_attn", "model.layers.1.mlp"
-CHANGES: dict[str, tuple[str, Change]] = {
+OF_MODULES: dict[str, tuple[str, Change]] = {
     "eps of a layer": ("qwen3", attribute("model.layers.0.input_layernorm", variance_epsilon=0.5)),
     "eps of a head's norm": ("qwen3", attribute(f"{MIXER}.q_norm", variance_epsilon=0.5)),
     "eps of the last norm": ("gemma2", attribute("model.norm", eps=0.5)),
@@ -54,6 +83,11 @@ CHANGES: dict[str, tuple[str, Change]] = {
     "residuals": ("granite", attribute("model.layers.0", residual_multiplier=1.0)),
     "embeddings": ("granite", attribute("model", embedding_multiplier=1.0)),
     "factor of the rotary embedding": ("qwen3", attribute("model.rotary_emb", attention_scaling=1.5)),
+    "factor of one of several": ("granite_swa", attribute("model.rotary_embs.0", attention_scaling=1.5)),
+    "a rotary embedding of a user": ("qwen3", doubled),
+    "limit of time steps": ("bamba", attribute("model.layers.0.mamba", time_step_limit=(0.0, 0.01))),
+}
+OF_THE_CONFIG = {
     "another rotary embedding": ("qwen3", other_rope),
     "softcap of the head": ("gemma2", field(final_logit_softcapping=0.7)),
     "no softcap of the head": ("gemma2", field(final_logit_softcapping=None)),
@@ -61,6 +95,7 @@ CHANGES: dict[str, tuple[str, Change]] = {
     "window": ("gemma2", field(sliding_window=3)),
     "kinds of layers": ("gemma2", field(layer_types=["full_attention"] * 2)),
 }
+CHANGES = {**OF_MODULES, **OF_THE_CONFIG}
 
 
 def numbers(hf: Any, training: bool) -> dict[str, torch.Tensor]:
@@ -92,18 +127,97 @@ def test_dropout_of_one_layer() -> None:
     assert abs(numbers(ours, True)["loss"] - before) > 1e-5
 
 
-def test_a_norm_that_differed_before() -> None:
-    theirs, ours = make("qwen3"), make("qwen3")
+class OwnAttention(Qwen3Attention):
+    """Attention of a user."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(2 * hidden_states, *args, **kwargs)
+
+
+class OwnMLP(nn.Module):
+    """A feed-forward layer of a user with the usual names."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(torch.relu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class OwnHead(nn.Linear):
+    """A head of a user."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).tanh()
+
+
+def with_class(path: str, kind: type) -> Change:
+    """Gives a module a user's class."""
+    return lambda hf: setattr(hf.get_submodule(path), "__class__", kind)
+
+
+def other_mlp(hf: Any) -> None:
+    hf.model.layers[1].mlp = OwnMLP(hf.model.layers[1].mlp)
+
+
+def layer_norm(hf: Any) -> None:
+    torch.manual_seed(0)
+    hf.model.layers[1].input_layernorm = nn.LayerNorm(hf.config.hidden_size)
+
+
+class OwnLoss(Qwen3ForCausalLM):
+    """A model of a user with another loss."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.loss = 2 * output.loss
+        return output
+
+
+LONG = "full_attention_inv_freq", "sliding_attention_inv_freq"
+BEFORE = {
+    **OF_MODULES,
+    "frequencies": ("qwen3", other_frequencies("model.rotary_emb", "inv_freq")),
+    "frequencies by kind": ("gemma3_text", other_frequencies("model.rotary_emb", *LONG)),
+    "frequencies of one of several": ("granite_swa", other_frequencies("model.rotary_embs.1", "inv_freq")),
+    "class of an attention": ("qwen3", with_class(MIXER, OwnAttention)),
+    "class of a feed-forward layer": ("qwen3", other_mlp),
+    "class of a norm": ("qwen3", layer_norm),
+    "class of the head": ("qwen3", with_class("lm_head", OwnHead)),
+    "class of the model": ("qwen3", with_class("", OwnLoss)),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("case", BEFORE)
+def test_what_differed_before_has_its_effect_and_is_named(case: str, training: bool) -> None:
+    name, change = BEFORE[case]
+    theirs, ours = make(name), make(name)
+    as_composed = numbers(theirs, training)["loss"]
     for hf in (theirs, ours):
-        attribute("model.norm", variance_epsilon=0.5)(hf)
-    assert_close(numbers(lm.nativize(ours), True), numbers(theirs, True), rtol=1e-3, atol=1e-5)
+        change(hf)
+    wanted = numbers(theirs, training)
+    assert abs(wanted["loss"] - as_composed) > 1e-5
+    with pytest.warns(UserWarning, match="is not what transformers builds from the config"):
+        lm.nativize(ours)
+    assert_close(numbers(ours, training), wanted, rtol=1e-3, atol=1e-5)
+    lm.restore(ours)
+    assert_close(numbers(ours, training), wanted)
+
+
+def test_the_name_of_what_differed_before() -> None:
+    hf = make("qwen3")
+    attribute(MIXER, scaling=0.9)(hf)
+    with pytest.warns(UserWarning, match=r"nativize: model\.layers\.1\.self_attn\.scaling is not what"):
+        lm.nativize(hf)
 
 
 def test_a_native_model_that_was_wrapped_names_the_change() -> None:
     model = lm.from_transformers(make("qwen3"))
     hf = wrap(model)
     hf.model.layers[1].self_attn.scaling = 0.9
-    with pytest.raises(InputError, match=r"layers\.1\.self_attn of the transformers model was changed"):
+    with pytest.raises(InputError, match=r"layers\.1\.self_attn\.scaling of the transformers model was changed"):
         model(batch()["input_ids"])
 
 
@@ -127,20 +241,43 @@ def of_another_dtype(hf: Any) -> Any:
     return hf.double()
 
 
+def after_a_long_sequence(hf: Any) -> Any:
+    with torch.no_grad():
+        hf(torch.randint(3, 131, (1, 2 * hf.config.max_position_embeddings)))
+    return hf
+
+
+def stored(hf: Any) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        hf.save_pretrained(folder)
+        return type(hf).from_pretrained(folder)
+
+
 UNCHANGED: dict[str, Change] = {
-    "as it is": lambda hf: hf, "copied": copied, "pickled": pickled, "resized": resized, "float64": of_another_dtype
+    "as it is": lambda hf: hf, "copied": copied, "pickled": pickled, "resized": resized, "float64": of_another_dtype,
+    "bfloat16": lambda hf: hf.bfloat16(), "stored": stored,
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("error:nativize")
+@pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("case", UNCHANGED)
-def test_what_changes_no_setting_computes_natively(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_changes_no_setting_computes_natively(case: str, before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     passes, through = [], HFDecoder.forward
     monkeypatch.setattr(HFDecoder, "forward", lambda self, *a, **k: passes.append(1) or through(self, *a, **k))
-    hf = UNCHANGED[case](lm.nativize(make("gemma2")))
+    change = UNCHANGED[case]
+    hf = lm.nativize(change(make("gemma2"))) if before or case == "stored" else change(lm.nativize(make("gemma2")))
     numbers(hf, True)
     assert passes
 
 
+@pytest.mark.filterwarnings("error:nativize")
+@pytest.mark.parametrize("name", ["phi3-long", "internlm3"])
+def test_frequencies_that_follow_the_length_are_no_change(name: str) -> None:
+    lm.nativize(after_a_long_sequence(make(name)))
+
+
+@pytest.mark.filterwarnings("error:nativize")
 @pytest.mark.parametrize("name", sorted(set(zoo.CONFIGS) - zoo.ONLY_NATIVE))
 def test_a_model_has_the_settings_of_its_config(name: str) -> None:
     from ligermodels.integrations.settings import changed_setting

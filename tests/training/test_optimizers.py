@@ -103,6 +103,23 @@ def test_a_state_dict_resumes_bit_for_bit(name: OptimizerName) -> None:
         assert {key: x.dtype for key, x in a.items()} == {key: x.dtype for key, x in b.items()}
 
 
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("number", [int, float])
+def test_numbers_of_steps_may_be_plain_numbers(name: OptimizerName, number: type) -> None:
+    """As in checkpoints of torch before 1.12."""
+    model = model_of()
+    optimizer = optimizer_of(name, model)
+    train(model, optimizer, range(2))
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    wanted = train(*copy.deepcopy((model, optimizer)), range(2, 5))
+    for state in state_dict["state"].values():
+        state["step"] = number(state["step"])
+    again = optimizer_of(name, model)
+    again.load_state_dict(state_dict)
+    assert train(model, again, range(2, 5)) == wanted
+    assert all(isinstance(state["step"], torch.Tensor) for state in again.state_dict()["state"].values())
+
+
 def test_torchs_adamw_does_not_take_codes_for_moments() -> None:
     model = model_of()
     optimizer = optimizer_of("adamw8bit", model)

@@ -14,7 +14,7 @@ from ligermodels.ops.float8.scaling import MAX_EXPONENT, store_row
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.norm.norm_rows import MAX_KERNEL_WIDTH, forward_launch, load_rows, store_rows
 from ligermodels.ops.norm.rms_norm import CastingMode, check_casting_mode, rms_norm_backward, rms_norm_reference
-from ligermodels.ops.runtime.checks import Signature
+from ligermodels.ops.runtime.checks import Signature, check_eps
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, mark_constants, once_differentiable
@@ -53,12 +53,13 @@ def float8_add_rms_norm(
         residual).
 
     Raises:
-        InputError: shapes, dtypes or devices do not fit, a wrong tail, or a DTensor.
+        InputError: shapes, dtypes or devices do not fit, a wrong tail, a negative `eps`, or a DTensor.
         BackendError: a GPU without float8.
     """
     check_tail("float8_add_rms_norm", tail)
     TENSORS.check("float8_add_rms_norm", x, residual, weight)
     check_casting_mode("float8_add_rms_norm", casting_mode)
+    check_eps("float8_add_rms_norm", eps)
     check_last("float8_add_rms_norm", "x", x)
     y, total = _Float8RMSNorm.apply(x, residual, weight, eps, dtype, offset, casting_mode == "llama", tail)
     return y, total

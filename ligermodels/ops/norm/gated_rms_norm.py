@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.norm.norm_rows import backward_launch, forward_launch, load_rows, sum_rows
-from ligermodels.ops.runtime.checks import Signature
+from ligermodels.ops.runtime.checks import Signature, check_eps
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
@@ -45,11 +45,12 @@ def gated_rms_norm(
         Contiguous (..., heads, N) of x's dtype.
 
     Raises:
-        InputError: shapes, dtypes or devices do not fit, or the activation is unknown.
+        InputError: shapes, dtypes or devices do not fit, the activation is unknown, or `eps` is negative.
     """
     if activation not in ACTIVATIONS:
         raise InputError(f"gated_rms_norm: activation {activation!r} is unknown; there are: {', '.join(ACTIVATIONS)}")
     (TENSORS_OF_HEADS if weight.dim() == 2 else TENSORS).check("gated_rms_norm", x, z, weight)
+    check_eps("gated_rms_norm", eps)
     if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:
         return gated_rms_norm_reference(x, z, weight, eps, norm_before_gate, activation)
     return _GatedRMSNorm.apply(x, z, weight, eps, norm_before_gate, activation == "sigmoid")

@@ -11,7 +11,7 @@ from ligermodels.ops.norm.norm_rows import (
     store_rows,
     sum_rows,
 )
-from ligermodels.ops.runtime.checks import Signature
+from ligermodels.ops.runtime.checks import Signature, check_eps
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, once_differentiable
@@ -37,9 +37,10 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
         A contiguous tensor of x's shape and dtype.
 
     Raises:
-        InputError: shapes, dtypes or devices do not fit.
+        InputError: shapes, dtypes or devices do not fit, or `eps` is negative.
     """
     x, weight, bias = TENSORS.check("layer_norm", x, weight, bias)
+    check_eps("layer_norm", eps)
     if not use_kernels(x, weight, bias) or x.shape[-1] > MAX_KERNEL_WIDTH:
         return layer_norm_reference(x, weight, bias, eps)
     return _LayerNorm.apply(x, weight, bias, eps)

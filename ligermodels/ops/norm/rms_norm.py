@@ -14,7 +14,7 @@ from ligermodels.ops.norm.norm_rows import (
     store_rows,
     sum_rows,
 )
-from ligermodels.ops.runtime.checks import Signature
+from ligermodels.ops.runtime.checks import Signature, check_eps
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, is_plain, mark_constants, once_differentiable
@@ -52,7 +52,7 @@ def rms_norm(
         A contiguous tensor of x's shape and dtype.
 
     Raises:
-        InputError: shapes, dtypes or devices do not fit, or `casting_mode` is unknown.
+        InputError: shapes, dtypes or devices do not fit, `casting_mode` is unknown, or `eps` is negative.
 
     Examples:
         >>> x, weight = torch.randn(2, 5, 64), torch.ones(64)
@@ -89,7 +89,7 @@ def add_rms_norm(
         (y, sum), both of x's shape and dtype, contiguous except for x itself.
 
     Raises:
-        InputError: shapes, dtypes or devices do not fit, or `casting_mode` is unknown.
+        InputError: shapes, dtypes or devices do not fit, `casting_mode` is unknown, or `eps` is negative.
     """
     return _rms_norm("add_rms_norm", x, residual, weight, eps, offset, casting_mode, True)
 
@@ -101,6 +101,7 @@ def _rms_norm(
     """`add_rms_norm` if `return_sum`, else `rms_norm`."""
     x, residual, weight = TENSORS.check(op, x, residual, weight)
     check_casting_mode(op, casting_mode)
+    check_eps(op, eps)
     if use_kernels(x, weight) and x.shape[-1] <= MAX_KERNEL_WIDTH:
         return _RMSNorm.apply(x, residual, weight, eps, offset, casting_mode == "llama", return_sum)
     if return_sum:

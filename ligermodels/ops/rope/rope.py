@@ -9,7 +9,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops.norm.rms_norm import CastingMode, check_casting_mode, rms_norm_reference, sum_rows
 from ligermodels.ops.rope.rope_kernels import PROGRAMS, HeadNorms, NormBackward, heads_of, launch, packed_heads
-from ligermodels.ops.runtime.checks import Signature
+from ligermodels.ops.runtime.checks import Signature, check_eps
 from ligermodels.ops.runtime.devices import num_sms
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, mark_constants, once_differentiable
@@ -106,6 +106,7 @@ def rope_qkv(
     """
     shape = PackedShape(num_kv_heads, group_size, head_dim)
     qkv, cos, sin, q_norm, k_norm = check_packed("rope_qkv", qkv, cos, sin, shape, q_norm, k_norm, casting_mode)
+    check_eps("rope_qkv", eps)
     if use_kernels(qkv, cos, sin, q_norm, k_norm):
         return _RopeQKV.apply(qkv, cos, sin, q_norm, k_norm, *shape, eps, offset, casting_mode == "llama")
     return rope_qkv_reference(qkv, cos, sin, *shape, q_norm, k_norm, eps=eps, offset=offset, casting_mode=casting_mode)
