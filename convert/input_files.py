@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import stat
+from collections import Counter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -196,16 +197,33 @@ def read_json_object(path: Path, error_class: ErrorClass, hint: str = "") -> dic
     return value
 
 
-def parse_json(content: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError if it is not JSON in UTF-8, or is nested deeper than DEPTH."""
+def parse_json(content: str | bytes, *, unique: bool = False) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        content: the text, or its bytes in UTF-8.
+        unique: whether an object may have a name only once. By default the last value of a name counts.
+
+    Raises:
+        ValueError: it is not JSON in UTF-8, is nested deeper than DEPTH, or has a name twice in an object.
+    """
     text = content.decode() if isinstance(content, bytes) else content
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_object if unique else None)
     except RecursionError:
         raise ValueError(f"nested deeper than {DEPTH} levels") from None
     if text.count("[") + text.count("{") > DEPTH:
         check_depth(value)
     return value
+
+
+def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object with these fields. Raises ValueError if two have the same name: one of them would be lost."""
+    found = dict(fields)
+    if len(found) < len(fields):
+        name = next(name for name, count in Counter(name for name, _ in fields).items() if count > 1)
+        raise ValueError(f"an object has the field {name!r} twice")
+    return found
 
 
 def check_depth(value: Any) -> None:

@@ -19,7 +19,7 @@ from ligermodels.convert.input_files import open_file
 from ligermodels.convert.locks import locked
 from ligermodels.errors import InputError, LigerModelsError
 
-VERSION = 2
+VERSION = 3
 """Part of the key of a conversion: another version converts otherwise."""
 
 

@@ -9,6 +9,7 @@ import os
 import warnings
 from array import array
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ligermodels.convert.input_files import open_file
+from ligermodels.convert.input_files import open_file, shown
 from ligermodels.data.files import DataFile, data_files
 from ligermodels.data.fingerprint import of_file
 from ligermodels.data.lines import LINE_BYTES
@@ -79,7 +80,9 @@ class Corpus:
     ) -> None:
         self._files: list[File] = []
         self._piece, self._count = piece or PIECE, 0
-        for data in data_files(paths, say):
+        files = data_files(paths, say)
+        _warn_of_copies(files)
+        for data in files:
             with open_file(data.path, InputError) as content:
                 try:
                     size = os.fstat(content.fileno()).st_size
@@ -241,6 +244,17 @@ class Corpus:
             return np.arange(tail), np.arange(tail, len(self))
         chosen = np.isin(units, held_out(count, fraction, seed))
         return np.flatnonzero(~chosen), np.flatnonzero(chosen)
+
+
+def _warn_of_copies(files: Iterable[DataFile]) -> None:
+    """Warn of files that are given more than once, such as by themselves and by their folder."""
+    for name, count in Counter(os.path.realpath(file.original) for file in files).items():
+        if count > 1:
+            warnings.warn(
+                f"{shown(Path(name))}: is given {count} times: the same document may be in the training and in the "
+                "validation split. Give it once; data_weights set the share of a file",
+                stacklevel=3,
+            )
 
 
 def held_out(count: int, fraction: float, seed: int) -> Indices:

@@ -324,7 +324,8 @@ class Documents:
         """Report fields that are not used, once each."""
         if new := [name for name in names if name not in self._unused]:
             self._unused.update(new)
-            self.notes.say(f"{self.name(index)}: has fields that are not used: {', '.join(new)}")
+            names = ", ".join(name or '""' for name in new)  # pandas names no column for its index
+            self.notes.say(f"{self.name(index)}: has fields that are not used: {names}")
 
     @contextmanager
     def _skipping(self, index: int) -> Iterator[None]:

@@ -61,7 +61,11 @@ class Content(NamedTuple):
 
     def record(self) -> tuple[Record, list[str]]:
         """The record, and the names of its fields that are not used. Raises ValueError if it is invalid."""
-        return read_record(self.content) if self.is_line else (Completion("", self.content.decode()), [])
+        if self.is_line:
+            return read_record(self.content)
+        # Line ends as Python reads a text file; a byte order mark is no text.
+        text = self.content.decode().replace("\r\n", "\n")
+        return Completion("", text.removeprefix("\ufeff") if self.starts else text), []
 
 
 class Encoded(NamedTuple):

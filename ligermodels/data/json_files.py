@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from json import JSONDecodeError, JSONDecoder
 from typing import Any, BinaryIO
@@ -68,8 +68,12 @@ def _wrapped(whole: dict[str, Any], name: str) -> list[Any] | None:
 
 
 def wrapped_lines(content: BinaryIO, name: str) -> Iterator[bytes]:
-    """The records in an object around them, such as {"data": [...]}, as lines."""
-    for item in _wrapped(json.loads(content.read().removeprefix(BOM)), name) or []:
+    """The records in an object around them, such as {"data": [...]}, as lines. Raises InputError for a field twice."""
+    try:
+        whole = parse_json(content.read().removeprefix(BOM), unique=True)
+    except ValueError as error:
+        raise InputError(f"{name}: not JSON ({error})") from None
+    for item in _wrapped(whole, name) or []:
         yield json.dumps(item, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
 
 
@@ -162,11 +166,11 @@ def csv_lines(content: BinaryIO, name: str, *, delimiter: str) -> Iterator[bytes
     """
     csv.field_size_limit(max(csv.field_size_limit(), LINE_BYTES))  # the default is 128 KiB
     rows = csv.reader(io.TextIOWrapper(content, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
-    number = 1
+    number = 0
     try:
         header = next(rows, [])
-        if twice := [column for column, count in Counter(header).items() if count > 1]:
-            raise InputError(f"{name}: two columns are named {twice[0]!r}; rename one")
+        number = 1
+        _check_columns(header, name)
         other = next((each for each in ",;\t" if each != delimiter and len(header) == 1 and each in header[0]), None)
         if other is not None:
             raise InputError(f"{name}: cells seem to be separated by {other!r}; separate them by {delimiter!r}")
@@ -176,11 +180,19 @@ def csv_lines(content: BinaryIO, name: str, *, delimiter: str) -> Iterator[bytes
                 raise InputError(f"{name}: row {number}: has {len(row)} cells, and the header has {len(header)}")
             yield as_line(_cells(header, row)) if row else b"\n"
     except UnicodeDecodeError as error:
-        raise InputError(f"{name}: row {number + 1}: not UTF-8 text: {error.reason}") from None
+        raise InputError(f"{name}: not UTF-8 text after row {number}: {error.reason}") from None
     except csv.Error as error:
         raise InputError(f"{name}: row {number + 1}: {error}") from None
+    except InputError:
+        raise
     except ValueError as error:
         raise InputError(f"{name}: row {number}: {error}") from None
+
+
+def _check_columns(names: Sequence[str], name: str) -> None:
+    """Raise InputError if two columns of the table `name` have the same name: one of them would be lost."""
+    if twice := [column for column, count in Counter(names).items() if count > 1]:
+        raise InputError(f"{name}: two columns are named {twice[0]!r}; rename one")
 
 
 def _cells(header: list[str], row: list[str]) -> dict[str, Any]:
@@ -189,10 +201,12 @@ def _cells(header: list[str], row: list[str]) -> dict[str, Any]:
 
 
 def parquet_lines(content: BinaryIO, name: str) -> Iterator[bytes]:
-    """The rows of a Parquet file. Raises InputError if it cannot be read, or pyarrow is not installed."""
+    """The rows of a Parquet file. Raises InputError if it cannot be read, a column occurs twice, or pyarrow is not
+    installed."""
     pyarrow, parquet = optional("pyarrow", name, "Parquet"), optional("pyarrow.parquet", name, "Parquet")
     try:
         file = parquet.ParquetFile(content if content.seekable() else io.BytesIO(content.read()))
+        _check_columns(file.schema_arrow.names, name)
         for batch in file.iter_batches(batch_size=1024):
             yield from map(as_line, batch.to_pylist())
     except pyarrow.ArrowException as error:
@@ -201,8 +215,19 @@ def parquet_lines(content: BinaryIO, name: str) -> Iterator[bytes]:
 
 def as_line(row: dict[str, Any]) -> bytes:
     """A row as a line of JSON. Bytes are text if they are UTF-8; other values that JSON does not have become objects
-    that name their type, which no field of text accepts."""
-    return json.dumps(row, ensure_ascii=False, default=_as_json).encode("utf-8", "surrogatepass") + b"\n"
+    that name their type, which no field of text accepts.
+
+    Objects lose their null values: Arrow gives all objects of a column the same keys, so that an argument of one tool
+    call is null in all other calls, and the template would write it."""
+    return (
+        json.dumps(_without_nulls(row), ensure_ascii=False, default=_as_json).encode("utf-8", "surrogatepass") + b"\n"
+    )
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _as_json(value: Any) -> Any:

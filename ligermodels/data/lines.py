@@ -26,7 +26,7 @@ def _parsed(line: bytes) -> Any:
             f"has more than {LINE_BYTES:,} bytes; cut the text into several lines, or give it as a .txt file"
         )
     try:
-        record = parse_json(line.removeprefix(b"\xef\xbb\xbf"))
+        record = parse_json(line.removeprefix(b"\xef\xbb\xbf"), unique=True)
         if b"\\ud" in line.lower():
             json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:

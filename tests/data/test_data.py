@@ -75,6 +75,20 @@ def test_texts_come_in_whole_pieces(tmp_path_factory: pytest.TempPathFactory, te
         assert content.endswith(b"\n") or b"\n" not in chunk
 
 
+@pytest.mark.parametrize("piece", [32, 1 << 15])
+def test_texts_of_windows_are_as_others(tmp_path: Path, tokenizer: Tokenizer, piece: int) -> None:
+    """A byte order mark and line ends of two characters are no part of a text, as in text files that Python opens."""
+    text = "one\ntwo three\n\n\ufefffour\rfive\n" * 9
+    plain, windows = tmp_path / "plain.txt", tmp_path / "windows.txt"
+    plain.write_bytes(text.encode())
+    windows.write_bytes(text.replace("\n", "\r\n").encode("utf-8-sig"))
+    wanted, found = (
+        [token for tokens in documents.read(range(len(documents))) if tokens for token in tokens.ids]
+        for documents in (Documents(Corpus([path], piece=piece), tokenizer) for path in (plain, windows))
+    )
+    assert wanted and found == wanted
+
+
 @pytest.mark.parametrize("before", [0, 1, 7, 8, 9, 20])
 @pytest.mark.parametrize("bad", [b"\xff", b"\xc3", b"\xe6\xbc"])
 def test_what_is_no_text_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, bad: bytes) -> None:

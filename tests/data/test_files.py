@@ -94,10 +94,10 @@ def test_texts_with_brackets_are_texts(tmp_path: Path, text: str) -> None:
 def test_a_table_of_parquet(tmp_path: Path) -> None:
     chats = [
         {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "é"}]},
-        {"messages": None},
+        {"messages": None},  # as absent
     ]
     corpus = Corpus([parquet(chats, tmp_path / "a.parquet")])
-    assert [json.loads(corpus.read(i)[0]) for i in range(2)] == chats
+    assert [json.loads(corpus.read(i)[0]) for i in range(2)] == [chats[0], {}]
     assert corpus.name(1) == f"{tmp_path}/a.parquet: row 2"
     odd = Corpus([parquet([{"text": b"Hi"}, {"text": b"\xff"}], tmp_path / "b.parquet")])
     assert read_record(odd.read(0)[0])[0] == ("", "Hi", True)
@@ -106,6 +106,50 @@ def test_a_table_of_parquet(tmp_path: Path) -> None:
     (tmp_path / "c.parquet").write_bytes(b"PAR1")
     with pytest.raises(InputError, match=r"c.parquet: cannot be read as Parquet"):
         Corpus([tmp_path / "c.parquet"])
+
+
+def test_columns_of_parquet_with_one_name_are_an_error(tmp_path: Path) -> None:
+    pyarrow, writer = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    writer.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"a.parquet: two columns are named 'text'; rename one"):
+        Corpus([tmp_path / "a.parquet"])
+
+
+def calling(name: str, **arguments: int) -> dict[str, object]:
+    """A chat that calls a tool, which has the arguments as properties."""
+    function = {"name": name, "arguments": arguments}
+    user = {"role": "user", "content": "Hi"}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    properties = {key: {"type": "integer"} for key in arguments}
+    parameters = {"type": "object", "properties": properties}
+    tool = {"type": "function", "function": {"name": name, "parameters": parameters}}
+    return {"messages": [user, call], "tools": [tool]}
+
+
+def test_rows_of_parquet_have_no_keys_of_other_rows(tmp_path: Path) -> None:
+    """Arrow gives all objects of a column the same keys, with nulls for those that a row lacks."""
+    chats = [calling("f", a=1), calling("g", b=2)]
+    lines = tmp_path / "chats.jsonl"
+    lines.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    table, plain = Corpus([parquet(chats, tmp_path / "chats.parquet")]), Corpus([lines])
+    assert b"null" not in table.read(0)[0]
+    assert [read_record(table.read(i)[0]) for i in range(2)] == [read_record(plain.read(i)[0]) for i in range(2)]
+
+
+@pytest.mark.parametrize("names", [["a.jsonl", "a.jsonl"], [".", "a.jsonl"], ["*.jsonl", "b.txt", "link.jsonl"]])
+def test_a_file_that_is_given_twice_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
+    (tmp_path / "a.jsonl").write_text(LINES)
+    (tmp_path / "b.txt").write_text(TEXT)
+    if "link.jsonl" in names:
+        (tmp_path / "link.jsonl").symlink_to("a.jsonl")
+    monkeypatch.chdir(tmp_path)
+    for corpus in (Corpus, StreamedCorpus):
+        with pytest.warns(UserWarning, match=r"a.jsonl: is given \d times: the same document may be in the training"):
+            corpus(names)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Corpus(["a.jsonl", "b.txt"])
 
 
 @pytest.mark.parametrize(
@@ -126,7 +170,10 @@ def test_a_table_of_parquet(tmp_path: Path) -> None:
         ("a.csv", b"text,text\na,b\n", "two columns are named 'text'"),
         ("a.csv", b"prompt,completion\na,b\nc\n", "a.csv: row 3: has 1 cells, and the header has 2"),
         ("a.csv", b'prompt\n"a" b\n', "a.csv: row 2: "),
-        ("a.csv", b"text\n\xff\n", "a.csv: row 2: not UTF-8"),
+        ("a.csv", b"text\n\xff\n", "a.csv: not UTF-8 text after row 0"),  # it is decoded in parts
+        ("a.csv", "text\na\n".encode("utf-16"), "a.csv: not UTF-8 text after row 0"),
+        ("a.csv", b'"te"xt\n', "a.csv: row 1: "),
+        ("a.json", b'{"data": [{"text": "a", "text": "b"}]}', r"a.json: not JSON \(.*field 'text' twice"),
         ("a.json", b'[{"text": "a"},\n{"text": }]', r"a.json:2: item 2: not JSON"),
         ("a.json", b'[{"text": "a"}\n{"text": "b"}]', r"a.json:2: expected ',' of a JSON array, found '{'"),
         ("a.json", b'[{"text": "a"}', r"a.json:1: expected ',' of a JSON array, found the end of the file"),
@@ -139,8 +186,9 @@ def test_files_that_are_not_understood_are_errors(
     tmp_path: Path, cache: Path, name: str, content: bytes, message: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=message) as raised:
         Corpus([tmp_path / name])
+    assert str(raised.value).count(str(tmp_path / name)) == 1
     assert not list(cache.glob("data/*")) and not list(cache.glob("data/.*.partial"))
 
 

@@ -151,6 +151,11 @@ GOOD: dict[str, tuple[object, object]] = {
 BAD: dict[str, tuple[object, str]] = {
     "cut": ('{"text": "x', "not JSON"),
     "deep": ("[" * 100_000, "not JSON"),
+    "a field twice": ('{"prompt": "a", "completion": "b", "completion": "c"}', "the field 'completion' twice"),
+    "a field of a turn twice": (
+        '{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}',
+        "the field 'role' twice",
+    ),
     "half a character": ('{"text": "\\uD83D"}', "surrogate pair"),
     "list": (["text"], "not an object"),
     "no text": ({"text": 5}, '"text" must be a string'),
