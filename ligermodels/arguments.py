@@ -24,6 +24,8 @@ QuantizedFormat = Literal["float8", "int4", "nf4", "mxfp4"]
 ExpertFormat = Literal["target_parameters", "per_expert", "shared_outer"]
 """How files name the LoRA of experts; see `ligermodels.adapt.expert_files`."""
 OptimizerName = Literal["adamw", "adafactor", "muon", "adamw8bit", "muon8bit"]
+ActivationCheckpointing = Literal["none", "selective", "full", "offload"]
+"""What the backward pass computes again, the least memory on the GPU last: see `CausalLM.activation_checkpointing`."""
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tv", "l1", "nla", "lk"]
 """Losses of a distribution against another: see `ops.linear_distillation`."""
 

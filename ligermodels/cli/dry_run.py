@@ -92,5 +92,6 @@ def _optimizer_settings(run: DryRun) -> Iterator[str]:
 
 def _memory(memory: StepMemory | SamplingMemory) -> str:
     parts = {name.removesuffix("_states"): size for name, size in vars(memory).items()}
+    host = parts.pop("host", 0)
     each = ", ".join(f"{name} {readable_bytes(size)}" for name, size in parts.items() if size)
-    return f"{readable_bytes(memory.total)} ({each})"
+    return f"{readable_bytes(memory.total)} ({each})" + (f" and {readable_bytes(host)} of host memory" if host else "")

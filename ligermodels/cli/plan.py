@@ -73,8 +73,9 @@ def plan(
         return
     fastest = rows[0]
     degrees = [name for name in DEGREES if name in DEGREES[:2] or any(row[name] > 1 for row in rows)]
-    columns = (*degrees, "checkpointing", "micro-batch", "memory", "states", "activations", "tokens/s")
-    show_table(columns, [_row(row, degrees) for row in rows], numbers=range(len(columns)))
+    columns = [*degrees, "checkpointing", "micro-batch", "memory", "states", "activations"]
+    columns += ["host memory"] * any(row["host_bytes"] for row in rows) + ["tokens/s"]
+    show_table(columns, [_row(row, columns) for row in rows], numbers=range(len(columns)))
     flags = f"--batch-tokens {tokens} --seq-len {seq_len}"
     chosen = {
         "--dtype": dtype if getattr(torch, dtype) != dtype_of(model.hf_config) else None,  # the default of `train`
@@ -164,6 +165,7 @@ def _facts(plan: Any, tokens: int, seq_len: int) -> dict[str, Any]:
         "gathered_bytes": memory.gathered,
         "activations_bytes": memory.activations,
         "backward_bytes": memory.backward,
+        "host_bytes": memory.host,
         "sent_bytes": dict(cost.sent),
         "step_s": cost.seconds,
         "compute_s": cost.compute_s,
@@ -171,14 +173,16 @@ def _facts(plan: Any, tokens: int, seq_len: int) -> dict[str, Any]:
     }
 
 
-def _row(facts: dict[str, Any], degrees: list[str]) -> tuple[str, ...]:
+def _row(facts: dict[str, Any], columns: list[str]) -> tuple[str, ...]:
     states = facts["weights_bytes"] + facts["optimizer_bytes"] + facts["gathered_bytes"]
-    return (
-        *(str(facts[name]) for name in degrees),
-        facts["activation_checkpointing"],
-        f"{facts['micro_batch_tokens']:,}",
-        readable_bytes(facts["memory_bytes"]),
-        readable_bytes(states),
-        readable_bytes(facts["activations_bytes"]),
-        f"{facts['tokens_per_s']:,.0f}",
-    )
+    cells = {
+        **{name: str(facts[name]) for name in DEGREES},
+        "checkpointing": facts["activation_checkpointing"],
+        "micro-batch": f"{facts['micro_batch_tokens']:,}",
+        "memory": readable_bytes(facts["memory_bytes"]),
+        "states": readable_bytes(states),
+        "activations": readable_bytes(facts["activations_bytes"]),
+        "host memory": readable_bytes(facts["host_bytes"]),
+        "tokens/s": f"{facts['tokens_per_s']:,.0f}",
+    }
+    return tuple(cells[name] for name in columns)

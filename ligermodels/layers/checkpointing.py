@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd  # of nn.Dropout, nn.AlphaDropout and others
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ligermodels.arguments import ActivationCheckpointing as ActivationCheckpointing
 from ligermodels.errors import InputError
+from ligermodels.layers.offload import moves, saved_in_host_memory
 from ligermodels.layers.sequence_parallel import SequenceParts
 from ligermodels.ops import set_batch_invariant
 from ligermodels.ops.runtime.dispatch import is_recording
 from ligermodels.ops.runtime.library import keeps_results
-
-ActivationCheckpointing = Literal["none", "selective", "full"]
 
 _PRODUCTS = {"mm": 1, "addmm": 2, "_grouped_mm": 1, "grouped_mm": 1, "bmm": 1}
 """torch's matrix products, and the position of their right operand (..., K, N)."""
@@ -43,17 +44,22 @@ def run(mode: ActivationCheckpointing, module: nn.Module, *args: Any, parts: Seq
 
     Args:
         mode: "none"; "selective" keeps the results of expensive ops for the backward pass; "full" keeps only the
-            inputs.
+            inputs; "offload" keeps them in host memory if they are on a GPU.
         module: the module to run.
         args: its arguments.
         parts: how its tokens are divided over ranks, also where it is computed again; None where they are not.
 
     Returns:
         The module's output.
+
+    Raises:
+        InputError: "offload" while torch.compile traces or a CUDA graph is recorded, or dropout while one is.
     """
     function = module if parts is None else partial(parts.call, module)
     if mode == "none" or not torch.is_grad_enabled():
         return function(*args)
+    if mode == "offload":
+        _check_offload()
     if is_recording() and drops(module):
         raise InputError("a CUDA graph of activation checkpointing would draw dropout's random numbers twice")
     if mode == "selective" and parts is None:
@@ -61,6 +67,25 @@ def run(mode: ActivationCheckpointing, module: nn.Module, *args: Any, parts: Seq
         if compiled is not None:
             return compiled(module, *args)
     return _checkpoint(mode, function, *args)
+
+
+def _check_offload() -> None:
+    """Raise InputError where host memory cannot be used."""
+    if torch.compiler.is_compiling():
+        _refuse_compile()
+    if is_recording():
+        raise InputError(
+            "activation_checkpointing: a CUDA graph cannot have 'offload', which uses host memory; use 'full'"
+        )
+
+
+@torch.compiler.disable(reason="activation_checkpointing='offload' needs blocks that are compiled one by one")
+def _refuse_compile() -> None:
+    # Raised in traced code, the error would only end the tracing.
+    raise InputError(
+        "activation_checkpointing: torch.compile of a whole model cannot have 'offload', which copies tensors between "
+        "blocks; compile each block (compile='blocks' of a ParallelPlan, or block.compile()), or use 'full'"
+    )
 
 
 def call_selective(module: nn.Module, *args: Any) -> Any:
@@ -83,7 +108,9 @@ def _checkpoint(mode: ActivationCheckpointing, function: Any, *args: Any) -> Any
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": not is_recording()}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    return checkpoint(function, *args, **options)
+    # Its hooks also pass by autograd's own check for changes in place: they are used where a tensor moves.
+    with saved_in_host_memory() if mode == "offload" and any(map(moves, args)) else nullcontext():
+        return checkpoint(function, *args, **options)
 
 
 def drops(module: nn.Module) -> bool:

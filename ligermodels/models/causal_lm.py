@@ -92,10 +92,11 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, NativeModel, Refus
         """What the backward pass computes again instead of keeping it in memory; set it to change it.
 
         "none"; "selective": results of attention and of widening matrix products are kept, norms, activations and
-        rotations computed again; "full": all but the input of each block is, which then runs forward twice.
+        rotations computed again; "full": all but the input of each block is, which then runs forward twice; "offload":
+        as "full", with the inputs in host memory until the backward pass, if the model is on a GPU.
 
         In bfloat16 a block of Llama-3-8B (H = 4096, I = 14336, K = V = 1024) keeps 136 KiB a token with "none", 92 KiB
-        with "selective", 8 KiB with "full".
+        with "selective", 8 KiB with "full", and with "offload" 8 KiB on the host.
         """
         return self.decoder.activation_checkpointing
 

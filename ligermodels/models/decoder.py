@@ -99,7 +99,7 @@ class Decoder(RefusesDropout):
 
     @property
     def activation_checkpointing(self) -> ActivationCheckpointing:
-        """ "none", "selective" or "full"."""
+        """ "none", "selective", "full" or "offload"."""
         return self._activation_checkpointing
 
     @activation_checkpointing.setter

@@ -29,7 +29,8 @@ class DeprecatedNames:
     @property
     def recompute(self) -> str:
         """Deprecated: `activation_checkpointing`."""
-        return {new: old for old, new in _RECOMPUTE.items()}[self.activation_checkpointing]
+        mode = self.activation_checkpointing
+        return next((old for old, new in _RECOMPUTE.items() if new == mode), mode)
 
     @recompute.setter
     def recompute(self, what: str) -> None:

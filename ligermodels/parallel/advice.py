@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, product
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from ligermodels.arguments import OptimizerName, check_count, check_optimizer
+from ligermodels.arguments import ActivationCheckpointing, OptimizerName, check_count, check_optimizer
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.context_parallel import check_context_parallel
 from ligermodels.models.causal_lm import CausalLM
@@ -18,7 +18,7 @@ from ligermodels.parallel.memory import StepMemory, StepTrace, step_memory
 from ligermodels.parallel.plan import DtypeName
 from ligermodels.parallel.shares import Shares
 
-CHECKPOINTING: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+CHECKPOINTING: tuple[ActivationCheckpointing, ...] = get_args(ActivationCheckpointing)
 MOST_GPUS = 2**17
 """Largest number of GPUs to plan for; with more, the list of divisions would be too long to be useful."""
 RESERVED = 0.06
@@ -59,7 +59,7 @@ class Candidate:
     """
 
     degrees: Degrees
-    activation_checkpointing: Literal["none", "selective", "full"]
+    activation_checkpointing: ActivationCheckpointing
     micro_batch: int
     memory: StepMemory
     cost: StepCost
@@ -80,9 +80,9 @@ def candidates(
     """Plans that fit into memory, the fastest first by `step_cost`.
 
     Tries each way to divide the GPUs into replicas and shards, and the experts over these, with each kind of activation
-    checkpointing and the largest micro-batch that fits. If no such plan fits, or there are fewer sequences than GPUs,
-    each sequence (`context`) or each matrix product within a host (`tensor`) is also divided, over as few GPUs as
-    possible.
+    checkpointing ("offload" where no other kind fits) and the largest micro-batch that fits. If no such plan fits, or
+    there are fewer sequences than GPUs, each sequence (`context`) or each matrix product within a host (`tensor`) is
+    also divided, over as few GPUs as possible.
 
     Args:
         model: the model on the meta device as it will be trained, with LoRA if it is used.
@@ -125,7 +125,8 @@ def candidates(
                 continue
             for (context, tensor), mode in product(same_width, CHECKPOINTING):
                 model.activation_checkpointing = mode
-                divisions = list(_divisions(model, ranks, context, tensor))
+                fit = {plan.degrees for plan in plans} if mode == "offload" else ()
+                divisions = [each for each in _divisions(model, ranks, context, tensor) if each not in fit]
                 fitting = _largest_that_fit(model, usable, sequences, seq_len, divisions, states)
                 for degrees, (micro, needed) in fitting.items():
                     cost = step_cost(
@@ -141,7 +142,7 @@ def candidates(
             if plans:
                 break
         if not plans:
-            model.activation_checkpointing = "full"
+            model.activation_checkpointing = CHECKPOINTING[-1]
             raise ConfigError(_refusal(model, gpus, usable, seq_len, groups, states))
     finally:
         model.activation_checkpointing = before
@@ -277,7 +278,7 @@ def _refusal(
     width, least = min(memories, key=lambda item: item[1].total)
     held = least.weights + least.optimizer_states
     advice = [f"more GPUs (weights and optimizer states take {_gib(held * gpus)} in all)"]
-    if least.activations > held:
+    if least.activations + least.backward > held:
         advice = ["shorter sequences"]
     if any(parameter.requires_grad and parameter.ndim > 1 for parameter in model.decoder.embed.parameters()):
         advice.append("LoRA")
@@ -287,8 +288,9 @@ def _refusal(
             advice.append("updates in the backward pass (optimizer_in_bwd), with a micro-batch per step")
     where = "over all" if width > 1 else "on each"
     return (
-        f"no plan fits: one sequence of {seq_len} tokens {where} of {gpus} GPUs, all sharded and recomputed, takes "
-        f"{_gib(least.total)}, and {_gib(usable)} are usable; what would help: {'; '.join(advice)}"
+        f"no plan fits: one sequence of {seq_len} tokens {where} of {gpus} GPUs, all sharded and recomputed, with the "
+        f"inputs of blocks in host memory, takes {_gib(least.total)}, and {_gib(usable)} are usable; what would help: "
+        + "; ".join(advice)
     )
 
 

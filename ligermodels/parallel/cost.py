@@ -27,12 +27,14 @@ class Hardware:
         host_bandwidth: bytes per second that a GPU sends within its host (NVLink).
         network_bandwidth: bytes per second that a GPU sends to other hosts.
         gpus_per_host: GPUs in a host.
+        memory_bandwidth: bytes per second that a GPU copies to or from its host's memory (PCIe 5).
     """
 
     flops: float = 600e12
     host_bandwidth: float = 350e9
     network_bandwidth: float = 45e9
     gpus_per_host: int = 8
+    memory_bandwidth: float = 50e9
 
     def bandwidth(self, ranks: int, stride: int) -> float:
         """Bytes per second of a collective of `ranks` GPUs, with `stride` between neighbours.
@@ -158,20 +160,22 @@ def _share_used(block: BlockConfig) -> float:
 class StepCost:
     """Cost of an optimizer step for each GPU.
 
-    Gathering parameters and summing gradients overlap with the computation. Exchanges of tensor, context and expert
-    parallelism do not.
+    Gathering parameters, summing gradients and copies between GPU and host overlap with the computation. Exchanges of
+    tensor, context and expert parallelism do not.
 
     Args:
         flops: operations.
         sent: degree of the plan -> bytes that a GPU sends for it.
         compute_s: seconds of the computation.
         sent_s: degree of the plan -> seconds of its communication.
+        copied_s: seconds of the copies to and from host memory.
     """
 
     flops: float
     sent: Mapping[str, float]
     compute_s: float
     sent_s: Mapping[str, float]
+    copied_s: float = 0.0
 
     @property
     def overlapped_s(self) -> float:
@@ -181,7 +185,7 @@ class StepCost:
     @property
     def seconds(self) -> float:
         """Seconds of the whole step."""
-        return max(self.compute_s, self.overlapped_s) + sum(self.sent_s[name] for name in EXPOSED)
+        return max(self.compute_s, self.overlapped_s, self.copied_s) + sum(self.sent_s[name] for name in EXPOSED)
 
 
 EXPOSED = ("tensor", "context", "expert")
@@ -205,7 +209,8 @@ def step_cost(
     Computation: each parameter element that a token meets costs 2 operations in the forward pass and 2 for the gradient
     of its input; a trained element costs 2 more. A token attends to seq_len / 2 tokens on average, which costs
     2 * seq_len operations per channel of the query heads, and 3.5 times as much for both passes (Dao, 2023,
-    https://arxiv.org/abs/2307.08691). "full" checkpointing adds a forward pass; "selective" repeats no large product.
+    https://arxiv.org/abs/2307.08691). "full" and "offload" checkpointing add a forward pass; "selective" repeats no
+    large product. "offload" also copies the input of each block to host memory and back, beside the computation.
 
     Communication: a ring of n ranks sends (n - 1) / n of the bytes for a gather or a scatter, and twice as much for a
     sum on all ranks. FSDP2 gathers parameters for the forward and the backward pass. Experts on `expert` ranks are
@@ -220,7 +225,7 @@ def step_cost(
         seq_len: tokens per sequence.
         degrees: degrees of a `ParallelPlan`: "replicate", "shard", "context", "tensor", "expert"; 1 by default.
         passes: forward passes per optimizer step.
-        activation_checkpointing: "none", "selective" or "full".
+        activation_checkpointing: "none", "selective", "full" or "offload".
         hardware: speed of a GPU and its links; by default an H200.
 
     Raises:
@@ -237,7 +242,7 @@ def step_cost(
     divided = shard * context  # FSDP2 shards over these ranks
     if divided % expert:
         raise InputError(f"expert: {expert} does not divide the {divided} ranks (shard x context)")
-    repeated = 1 + (activation_checkpointing == "full")
+    repeated = 1 + (activation_checkpointing in ("full", "offload"))
     attention = 2.0 * seq_len * size.attention
     per_token = 2 * size.used * (repeated + 1) + 2 * size.trained + attention * (repeated + 2.5)
     flops = passes * tokens * per_token / (tensor * context)
@@ -264,7 +269,8 @@ def step_cost(
     sent_s["shard"] = sharded / hardware.bandwidth(divided, tensor)
     sent_s["shard"] += own_sharded / hardware.bandwidth(divided // expert, tensor * expert)
     sent_s["expert"] = hardware.exchange_s(sent["expert"], expert, tensor)
-    return StepCost(flops, sent, flops / hardware.flops, sent_s)
+    copied = passes * 2 * activations / (tensor * context) if activation_checkpointing == "offload" else 0
+    return StepCost(flops, sent, flops / hardware.flops, sent_s, copied / hardware.memory_bandwidth)
 
 
 def _ring(ranks: int) -> float:

@@ -40,6 +40,7 @@ class StepMemory:
         activations: activations at the end of the forward pass.
         backward: rest of the peak: gradients and temporary tensors of the backward pass.
         reference: parameters of a second, frozen model: a teacher, or the model before training.
+        host: page-locked host memory for each GPU, of "offload" checkpointing; no part of the total.
     """
 
     weights: int
@@ -48,11 +49,12 @@ class StepMemory:
     activations: int
     backward: int
     reference: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """Sum of all parts."""
-        return sum(vars(self).values())
+        """Sum of all parts on the GPU."""
+        return sum(vars(self).values()) - self.host
 
 
 def step_memory(
@@ -232,7 +234,8 @@ class StepTrace:
         units: list[nn.Module] = [*self.model.decoder.blocks, self.model.decoder.embed, self.model.head]
         sharded = [share.sharded(ranks(share)) for share in shares]
         kept = np.zeros(len(sharded), np.int64) if optimizer_in_bwd else np.array(sharded)
-        activations, peak = self._traced(divided).replay(np.array([share.nbytes for share in shares]), kept)
+        traced = self._traced(divided)
+        activations, peak = traced.replay(np.array([share.nbytes for share in shares]), kept)
         states = (
             state_bytes(
                 s.parameter, s.shape[-1] if s.shape else 1, s.sharded(ranks(s)), optimizer,
@@ -247,6 +250,7 @@ class StepTrace:
             gathered=_gathered([gathered(unit) for unit in units], summed, reshard_after_forward),
             activations=activations,
             backward=peak - activations,
+            host=traced.host,
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from ligermodels.arguments import ActivationCheckpointing
 from ligermodels.errors import ConfigError, validation_message
 
 DtypeName = Literal["bfloat16", "float32"]
@@ -29,7 +30,7 @@ class ParallelPlan(BaseModel):
             computation.
         reshard_after_forward: whether blocks are sharded again after their forward pass, and gathered a second time for
             their backward pass. False takes memory for all whole blocks. Default: True.
-        activation_checkpointing: "none", "selective" or "full". Default: the model's setting.
+        activation_checkpointing: "none", "selective", "full" or "offload". Default: the model's setting.
         compile: "none" or "blocks", the parts that torch.compile compiles. Default: "none".
 
     Raises:
@@ -67,7 +68,7 @@ class ParallelPlan(BaseModel):
     reshard_after_forward: bool = Field(
         True, description="Shard blocks again after their forward pass; off: after their backward pass."
     )
-    activation_checkpointing: Literal["none", "selective", "full"] | None = Field(
+    activation_checkpointing: ActivationCheckpointing | None = Field(
         None, description="Activation checkpointing.  [default: the model's setting]"
     )
     compile: Literal["none", "blocks"] = Field("none", description="Parts that torch.compile compiles.")

@@ -18,6 +18,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers import Compute, Linear
 from ligermodels.layers.context_parallel import check_context_parallel
 from ligermodels.layers.modules import modules_of
+from ligermodels.layers.offload import host_bytes
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.ops.runtime.library import host_code
 from ligermodels.parallel.shares import Shares
@@ -37,6 +38,7 @@ class Trace:
         forward: number of events of the forward pass.
         workspace: bytes that the head's loss takes at the end of the forward pass.
         exchanged: bytes of hidden states that tensor-parallel ranks gather, or are about to sum, at once within an op.
+        host: bytes of host memory at the end of the forward pass.
     """
 
     changes: Numbers
@@ -45,6 +47,7 @@ class Trace:
     forward: int
     workspace: int
     exchanged: int
+    host: int
 
     def replay(self, whole: Numbers, kept: Numbers) -> tuple[int, int]:
         """Bytes at the end of the forward pass, and at the peak.
@@ -101,8 +104,9 @@ def trace(
         compute.keeps_frozen = not several
     try:
         with _on_first_rank(model, shares, context, load), _Allocations(model, reference) as allocations:
+            before = host_bytes()
             loss = cast(Tensor, model(ids, labels=ids).loss)
-            forward = len(allocations.events)
+            forward, host = len(allocations.events), host_bytes() - before
             loss.backward()
             del loss
     finally:
@@ -114,7 +118,7 @@ def trace(
     parameter_of[list(allocations.gradients)] = [number for number, _ in allocations.gradients.values()]
     logits = ids.numel() // context * -(-model.config.vocab_size // shares.tensor) * itemsize
     complete = dict(allocations.gradients.values())
-    return Trace(changes, parameter_of[storages], complete, forward, min(workspace, logits), exchanged)
+    return Trace(changes, parameter_of[storages], complete, forward, min(workspace, logits), exchanged, host)
 
 
 def held_bytes(make: Callable[[], object]) -> int:

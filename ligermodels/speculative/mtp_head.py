@@ -73,7 +73,7 @@ class MTPHead(nn.Module):
             hidden: (B, T, H), hidden states of the model or results of the previous step, h.
             layer: number of the layer, from 0.
             state: the decoding state of the layer's block.
-            activation_checkpointing: "none", "selective" or "full": see `CausalLM.activation_checkpointing`.
+            activation_checkpointing: see `CausalLM.activation_checkpointing`.
             context: `position_ids`, and the fields of the `ForwardContext` of the pass: see `head_context`.
 
         Returns:

@@ -289,8 +289,10 @@ def refusal(step: EagerStep, parts: Parts) -> str:
     if reason := step.optimizer.recording_refusal() or next(unrecordable_reasons(step.module), ""):
         return reason
     modules = list(step.module.modules())
-    checkpoints = any(getattr(module, "activation_checkpointing", "none") != "none" for module in modules)
-    if checkpoints and any(map(drops, modules)):
+    modes = {getattr(module, "activation_checkpointing", "none") for module in modules}
+    if "offload" in modes:
+        return "activation_checkpointing 'offload' uses host memory, which graphs cannot reuse"
+    if modes != {"none"} and any(map(drops, modules)):
         return "dropout with activation checkpointing draws its random numbers twice"
     return ""
 

@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from ligermodels.arguments import ActivationCheckpointing
 from ligermodels.data.built_in_templates import TOKENS as BUILT_IN
 from ligermodels.errors import ConfigError, short, validation_message
 from ligermodels.parallel.plan import ParallelPlan
@@ -153,9 +154,10 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
     micro_batch_tokens: int | None = Field(
         None, ge=1, description="Tokens per forward pass of a rank.  [default: batch_tokens, divided among the ranks]"
     )
-    activation_checkpointing: Literal["none", "selective", "full"] = Field(
+    activation_checkpointing: ActivationCheckpointing = Field(
         "none",
-        description="Recomputed in the backward pass, to save memory: nothing, cheap activations, or whole blocks.",
+        description="Recomputed in the backward pass, to save memory: nothing, cheap activations, or whole blocks; "
+        "offload: whole blocks, with their inputs in host memory.",
     )
     cuda_graph: Literal["auto", "on", "off"] = Field(
         "auto", description="Each step as one CUDA graph, on one GPU; auto: for small models and short batches."

@@ -15,6 +15,7 @@ from zoo import CONFIGS, OF_EACH_KIND
 
 import ligermodels as lm
 from ligermodels.errors import InputError
+from ligermodels.layers import offload
 
 
 def make(name: str) -> lm.CausalLM:
@@ -33,16 +34,17 @@ def gradients(model: lm.CausalLM, ids: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", OF_EACH_KIND)
-def test_same_gradients(name: str) -> None:
+def test_same_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "DEVICES", ("cpu",))  # the copies of "offload", without a GPU
     model, ids = make(name), torch.randint(100, (2, 11))
     wanted = gradients(model, ids)
-    for mode in ("selective", "full"):
+    for mode in ("selective", "full", "offload"):
         model.activation_checkpointing = mode
         found = gradients(model, ids)
         assert len(found) == len(wanted) and all(map(torch.equal, found, wanted)), mode
 
 
-@pytest.mark.parametrize(("mode", "kept"), [("none", True), ("selective", False), ("full", False)])
+@pytest.mark.parametrize(("mode", "kept"), [("none", True), ("selective", False), ("full", False), ("offload", False)])
 def test_what_is_kept(mode: str, kept: bool) -> None:
     """The results of norms and activations, which are the inputs of projections."""
     model = make("llama-3")
@@ -119,7 +121,7 @@ def test_unknown() -> None:
     model = make("llama-3")
     for mode in ("all", "nothing"):
         with pytest.raises(
-            InputError, match=f"^activation_checkpointing: must be one of none, selective, full, got '{mode}'"
+            InputError, match=f"^activation_checkpointing: must be one of none, selective, full, offload, got '{mode}'"
         ):
             model.activation_checkpointing = mode
 
@@ -127,7 +129,7 @@ def test_unknown() -> None:
 @pytest.mark.kernels
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor needs a C++ compiler")
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", ["selective", "full", "offload"])
 def test_compiled_blocks(mode: Any) -> None:
     """The checkpoint is within the compiled function: around it, it would keep buffers that Inductor uses again."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

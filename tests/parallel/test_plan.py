@@ -23,13 +23,16 @@ from benchmarks.cases.models import CONFIGS as MODELS
 from benchmarks.cases.parallel import Case, planned_gib
 from ligermodels.arguments import OptimizerName
 from ligermodels.cli import app
+from ligermodels.cli.dry_run import _memory
 from ligermodels.cli.plan import memory_size
+from ligermodels.console import readable_bytes
 from ligermodels.errors import ConfigError, InputError
+from ligermodels.layers.offload import host_bytes
 from ligermodels.ops import gated_delta_rule
 from ligermodels.ops.linear_attention import delta_channels
 from ligermodels.ops.runtime.library import host_code
 from ligermodels.parallel import trace
-from ligermodels.parallel.advice import _divisors, candidates
+from ligermodels.parallel.advice import RESERVED, _divisors, candidates
 from ligermodels.parallel.cost import Hardware, ModelSize, step_cost
 from ligermodels.parallel.expert import mixtures
 from ligermodels.parallel.memory import step_memory
@@ -383,6 +386,11 @@ def test_costs_by_hand() -> None:
     assert one.seconds == pytest.approx(one.flops / 1e3)
     full = step_cost(size, 10, 4, {}, passes=3, activation_checkpointing="full", hardware=hardware)
     assert full.flops == 3 * 10 * (8 * 100 + 4.5 * 2 * 4 * 6)
+    slow = replace(hardware, memory_bandwidth=10)  # both ways, of 2 layers
+    offloaded = step_cost(size, 10, 4, {"context": 2}, passes=3, activation_checkpointing="offload", hardware=slow)
+    assert offloaded.flops == full.flops / 2 and offloaded.copied_s == 3 * 2 * (10 * 5 * 2 * 2) / 2 / 10
+    assert offloaded.seconds == pytest.approx(max(offloaded.compute_s, 60.0))
+    assert full.copied_s == 0
     several = step_cost(size, 10, 4, {"replicate": 4, "shard": 2, "tensor": 2}, hardware=hardware)
     assert several.flops == one.flops / 2
     assert several.sent == {
@@ -476,6 +484,51 @@ def test_the_plans_that_fit() -> None:
         step_memory(model, 1, 8, optimizer="sgd")
     with pytest.raises(InputError, match="meta device"):
         step_memory(lm.from_config({**BASE, "model_type": "llama"}), 1, 8)
+
+
+@pytest.mark.parametrize("degrees", [{}, {"shard": 2, "context": 2}, {"tensor": 2}])
+def test_inputs_of_blocks_in_host_memory(degrees: dict[str, int]) -> None:
+    """All at the end of the forward pass. At the peak, when the backward pass starts, it has two of them back."""
+    layers, tokens = 8, 16384
+    model = on_meta({**MODELS["llama-3.2-1b"], "num_hidden_layers": layers})
+    model.decoder.embed.requires_grad_(False)
+    lm.add_lora(model, 4)
+    found = {}
+    for mode in ("full", "offload"):
+        model.activation_checkpointing = mode
+        found[mode] = step_memory(model, 2, tokens, **degrees)
+    inputs = 2 * tokens * model.config.hidden_size * 2 // (degrees.get("context", 1) * degrees.get("tensor", 1))
+    full, less = found["full"], found["offload"]
+    assert (full.host, less.host) == (0, layers * inputs) and host_bytes() == 0
+    assert full.activations - less.activations == layers * inputs
+    assert full.total - less.total == pytest.approx((layers - 2) * inputs, rel=0.01)
+    assert replace(less, activations=0, backward=0, host=0) == replace(full, activations=0, backward=0)
+    assert less.total == sum(vars(less).values()) - less.host
+    text = f" and {readable_bytes(less.host)} of host memory"  # of `train --dry-run`
+    assert _memory(less).endswith(text) and "host" not in _memory(full) + _memory(less).removesuffix(text)
+
+
+def test_host_memory_is_used_where_nothing_else_fits(tmp_path: Path) -> None:
+    config = {**MODELS["llama-3.2-1b"], "num_hidden_layers": 8}
+    model, found = on_meta(config), {}
+    lm.add_lora(model, 4)
+    for mode in ("full", "offload"):
+        model.activation_checkpointing = mode
+        found[mode] = step_memory(model, 1, 65536).total
+    between = int(sum(found.values()) / 2 / (1 - RESERVED))
+    (plan,) = candidates(model, 1, between, 65536, 65536)
+    assert (plan.activation_checkpointing, plan.memory.total) == ("offload", found["offload"])
+    plans = candidates(model, 1, int(found["full"] / 0.9), 65536, 65536)
+    assert "offload" not in {each.activation_checkpointing for each in plans} and plans
+    with pytest.raises(ConfigError, match=r"with the inputs of blocks in host memory, takes .*shorter sequences"):
+        candidates(model, 1, int(found["offload"] / 0.95), 65536, 65536)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = ["plan", str(tmp_path), "--gpus", "1", "--tokens", "65536", "--seq-len", "65536", "--lora-rank", "4"]
+    result = CliRunner().invoke(app, [*command, "--memory", str(between)])
+    assert result.exit_code == 0 and "host memory" in result.output and "2 GiB" in result.output, result.output
+    assert "--activation-checkpointing offload" in result.output
+    (row,) = json.loads(CliRunner().invoke(app, [*command, "--memory", str(between), "--json"]).stdout)
+    assert row["host_bytes"] == plan.memory.host == 8 * 65536 * 2048 * 2
 
 
 def test_the_command(tmp_path: Path) -> None:

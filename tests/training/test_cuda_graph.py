@@ -229,15 +229,15 @@ def refused(kind: str) -> tuple[Any, FusedAdamW, dict[str, torch.Tensor]]:
     batch: dict[str, torch.Tensor] = dict(next(batches()))
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer: Any = torch.optim.SGD(parameters) if kind == "SGD" else FusedAdamW(parameters)
-    if kind == "dropout":
-        model.activation_checkpointing = "full"
+    if kind in ("dropout", "offload"):
+        model.activation_checkpointing = "offload" if kind == "offload" else "full"
     if kind == "attention_mask":
         del batch["cu_seqlens"]
         batch["attention_mask"] = torch.ones_like(batch["labels"])
     return model, optimizer, batch
 
 
-@pytest.mark.parametrize("kind", ["SGD", "dropout", "attention_mask"])
+@pytest.mark.parametrize("kind", ["SGD", "dropout", "attention_mask", "offload"])
 def test_what_cannot_be_recorded_is_said_once_and_runs(kind: str) -> None:
     model, optimizer, batch = refused(kind)
     before = [p.detach().clone() for p in model.parameters()]
