@@ -1,8 +1,8 @@
 """Linear layers that are sharded over ranks, with rows that are sharded between layers (sequence parallelism).
 
-See Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198. Exchange and product are one op: the product of this
-rank's rows is computed while the rows of the others arrive, or while the products for the others travel (as in Wang et
-al., 2023, https://doi.org/10.1145/3567955.3567959). Each rank saves only its own rows for the backward pass, and
+See Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198. Exchange and product are one op: the product of one
+rank's rows is computed while the rows of the next rank arrive, or while the sums for the rank before travel (as in Wang
+et al., 2023, https://doi.org/10.1145/3567955.3567959). Each rank saves only its own rows for the backward pass, and
 gathers them again while it computes the gradient of the gathered rows. Activation checkpointing keeps results after the
 exchange.
 """
@@ -10,12 +10,11 @@ exchange.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ligermodels.ops.runtime.collectives import rank_in, start_all_gather, start_exchange
+from ligermodels.ops.runtime.collectives import Arrivals, rank_in, start_exchange, start_gather_by_rank
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import empty_gradient, under_autocast
@@ -70,8 +69,8 @@ def _all_gather_linear_forward(
 ) -> Tensor:
     if is_fake(x):
         return x.new_empty(rows, weight.shape[0])
-    gathered, wait = start_all_gather(x, ranks, group)
-    return _gathered_product(x, gathered, wait, weight.t(), bias, rows, group)
+    gathered, arriving = start_gather_by_rank(x, ranks, group)
+    return _product_by_rank(gathered, arriving, weight.t(), bias, rows)
 
 
 @custom_op()
@@ -86,11 +85,12 @@ def _all_gather_linear_backward(
     if is_fake(dy):
         return dx, dw, db
     if x is not None:
-        gathered, gather = start_all_gather(x, ranks, group)
+        gathered, arriving = start_gather_by_rank(x, ranks, group)
     if need_x:
         finish = _start_summed_product(dy, weight, dx, ranks, group)
     if x is not None:
-        gather()
+        for _, wait in arriving:
+            wait()
         torch.mm(dy.t(), gathered[: dy.shape[0]], out=dw)
     if need_bias:
         torch.sum(dy, 0, out=db)
@@ -116,13 +116,11 @@ def _linear_reduce_scatter_backward(
     dw = empty_gradient(weight, x is not None, dy)
     if is_fake(dy):
         return dy.new_empty(rows if need_x else 0, weight.shape[1]), dw
-    gathered, wait = start_all_gather(dy, ranks, group)
-    if need_x:
-        dx = _gathered_product(dy, gathered, wait, weight, None, rows, group)
-    else:
-        wait()
-        dx = dy.new_empty(0, weight.shape[1])
+    gathered, arriving = start_gather_by_rank(dy, ranks, group)
+    dx = _product_by_rank(gathered, arriving, weight, None, rows) if need_x else dy.new_empty(0, weight.shape[1])
     if x is not None:
+        for _, wait in arriving:
+            wait()
         torch.mm(gathered[:rows].t(), x, out=dw)
     return dx, dw
 
@@ -154,39 +152,17 @@ class _LinearReduceScatter(torch.autograd.Function):
         return _linear_reduce_scatter_backward(dy, *ctx.saved_tensors, ctx.rows, *ctx.exchange, ctx.needs_input_grad[0])
 
 
-def _gathered_product(
-    x: Tensor, gathered: Tensor, wait: Callable[[], Any], weight: Tensor, bias: Tensor | None, rows: int, group: str
-) -> Tensor:
-    """Rows of all ranks times a weight, plus a bias.
-
-    Args:
-        x: (n, K), this rank's rows.
-        gathered: (ranks * n, K), the rows of all ranks.
-        wait: waits until `gathered` is filled.
-        weight: (K, M).
-        bias: (M,), or None.
-        rows: number of gathered rows that are used.
-        group: name of the process group.
-
-    Returns:
-        (rows, M).
-    """
-    y = x.new_empty(rows, weight.shape[1])
-    begin = min(rank_in(group) * len(x), rows)
-    end = min(begin + len(x), rows)
-    _product(x[: end - begin], weight, bias, y[begin:end])
-    wait()
-    for others in (slice(begin), slice(end, rows)):
-        _product(gathered[others], weight, bias, y[others])
+def _product_by_rank(gathered: Tensor, arriving: Arrivals, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    """The first `rows` rows of gathered (n, K) times weight (K, M), plus a bias (M,), as they arrive."""
+    y = gathered.new_empty(rows, weight.shape[1])
+    for place, wait in arriving:
+        wait()
+        part, out = gathered[:rows][place], y[place]
+        if bias is None:
+            torch.mm(part, weight, out=out)
+        else:
+            torch.addmm(bias, part, weight, out=out)
     return y
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Fill `out` with x times weight, plus a bias."""
-    if bias is None:
-        torch.mm(x, weight, out=out)
-    else:
-        torch.addmm(bias, x, weight, out=out)
 
 
 def _start_summed_product(x: Tensor, weight: Tensor, out: Tensor, ranks: int, group: str) -> Callable[[], None]:
@@ -201,21 +177,21 @@ def _start_summed_product(x: Tensor, weight: Tensor, out: Tensor, ranks: int, gr
         group: name of the process group.
 
     Returns:
-        A function that waits for the products of the other ranks, and adds them to `out`.
+        A function that waits for the sums of the other ranks, and fills `out`.
     """
     n, this = out.shape[0], rank_in(group)
-    others = []
+    terms = out.new_empty(ranks, *out.shape)
+    waits = []
     for step in range(1, ranks):
         target, source = (this + step) % ranks, (this - step) % ranks
         product = _padded_product(x[target * n : (target + 1) * n], weight, torch.empty_like(out))
-        received = torch.empty_like(out)
-        others.append((received, start_exchange(product, target, received, source, group)))
-    _padded_product(x[this * n : (this + 1) * n], weight, out)
+        waits.append(start_exchange(product, target, terms[source], source, group))
+    _padded_product(x[this * n : (this + 1) * n], weight, terms[this])
 
     def finish() -> None:
-        for received, wait in others:
+        for wait in waits:
             wait()
-            out.add_(received)
+        torch.sum(terms, 0, out=out)
 
     return finish
 
