@@ -19,9 +19,6 @@ _group_named: Callable[[Any], Any] = distributed_c10d._resolve_process_group
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-Arrivals = list[tuple[slice, Callable[[], None]]]
-"""The places of rows that arrive one after another, and functions that wait for them."""
-
 
 def start_all_gather(x: Tensor, ranks: int, group: str) -> tuple[Tensor, Callable[[], Any]]:
     """Start to gather x (n, ...) of each rank.
@@ -36,58 +33,6 @@ def start_all_gather(x: Tensor, ranks: int, group: str) -> tuple[Tensor, Callabl
     """
     rows = x.new_empty(ranks * x.shape[0], *x.shape[1:])
     return rows, _gather(rows, x.contiguous(), group=_group_named(group), async_op=True).wait
-
-
-def start_gather_by_rank(x: Tensor, ranks: int, group: str) -> tuple[Tensor, Arrivals]:
-    """Start to gather x (n, ...) of each rank, the rows of one rank after those of another.
-
-    Args:
-        x: (n, ...), this rank's rows.
-        ranks: number of ranks.
-        group: name of the process group.
-
-    Returns:
-        (ranks * n, ...); and for each rank, in the order in which its rows arrive, this rank first, their place and a
-        function that waits for them.
-    """
-    x, n, this = x.contiguous(), x.shape[0], rank_in(group)
-    rows = x.new_empty(ranks * n, *x.shape[1:])
-    places = [slice(rank * n, (rank + 1) * n) for rank in range(ranks)]
-    rows[places[this]] = x
-    waits: list[Callable[[], None]] = [lambda: None]
-    for step in range(1, ranks):
-        source = (this + step) % ranks
-        waits.append(start_exchange(x, (this - step) % ranks, rows[places[source]], source, group))
-    return rows, [(places[(this + step) % ranks], wait) for step, wait in enumerate(waits)]
-
-
-def start_exchange(x: Tensor, target: int, received: Tensor, source: int, group: str) -> Callable[[], None]:
-    """Start to send a tensor to a rank, and to receive one.
-
-    Args:
-        x: the tensor that is sent, contiguous.
-        target: the rank in the group that receives x.
-        received: the tensor that is filled, contiguous.
-        source: the rank in the group that sends it.
-        group: name of the process group.
-
-    Returns:
-        A function that waits until `received` is filled and x is sent. Further calls of it return at once.
-    """
-    named = _group_named(group)
-    sent = dist.P2POp(dist.isend, x, group=named, group_peer=target)
-    works = dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, received, group=named, group_peer=source)])
-
-    def wait() -> None:
-        while works:  # gloo waits for a second message if it is asked twice
-            works.pop().wait()
-
-    return wait
-
-
-def rank_in(group: str) -> int:
-    """This rank in the group of a name."""
-    return int(_group_named(group).rank())
 
 
 def start_reduce_scatter(out: Tensor, x: Tensor, group: str) -> Callable[[], Any]:
