@@ -2,7 +2,8 @@
 
 Each case is a model, a plan and the batch of each rank. `--gpus 1 4` runs every case on one and on four GPUs: on one
 GPU without a process group. The peer is transformers with Liger's kernels, whose layers are sharded by FSDP2. AdamW in
-bf16 trains all parameters, or LoRA in cases with a `lora_rank`. Speeds are tokens per second and GPU.
+bf16 trains all parameters, LoRA in cases with a `lora_rank`, or Medusa heads alone in cases with `medusa_heads`. Speeds
+are tokens per second and GPU.
 
 Routers with random weights choose few experts for most tokens, so under expert parallelism ranks wait for the one that
 has these experts. `--balanced` gives random experts to each token of our models in place of the routers' choice, as
@@ -27,7 +28,7 @@ from torch import nn
 import ligermodels as lm
 from benchmarks.cases import trees
 from benchmarks.cases.peers import FLOAT8, PROVIDERS
-from benchmarks.cases.training import timed
+from benchmarks.cases.training import WARM_UP, timed
 from benchmarks.reporting import recording
 from benchmarks.timing import measure
 from benchmarks.timing.profile import profile_of_rank
@@ -40,7 +41,8 @@ NAMES = (OURS, FLOAT8, PEER)
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its plan. `batch`: sequences of each group of ranks that share data. `layers`: all if None."""
+    """A model and its plan. `batch`: sequences of each group of ranks that share data. `layers`: all if None.
+    `medusa_heads`: heads that are trained on the frozen model."""
 
     model: str
     batch: int
@@ -48,23 +50,29 @@ class Case:
     plan: dict[str, Any] = field(default_factory=dict)
     layers: int | None = None
     lora_rank: int | None = None
+    medusa_heads: int = 0
 
     @property
     def name(self) -> str:
-        """Model, layers, batch and plan."""
+        """Model, layers, batch, what is trained, and plan."""
         layers = "" if self.layers is None else f" {self.layers} layers"
         lora = "" if self.lora_rank is None else f" LoRA {self.lora_rank}"
         plan = "".join(f", {key.replace('activation_', '')} {value}" for key, value in self.plan.items())
-        return f"{self.model}{layers} {self.batch}x{self.length}{lora}{plan}"
+        medusa = f" Medusa {self.medusa_heads}" if self.medusa_heads else ""
+        return f"{self.model}{layers} {self.batch}x{self.length}{lora}{medusa}{plan}"
 
 
-SELECTIVE, FULL = {"activation_checkpointing": "selective"}, {"activation_checkpointing": "full"}
+SELECTIVE, FULL, OFFLOAD = ({"activation_checkpointing": mode} for mode in ("selective", "full", "offload"))
+GATHERED_ONCE = {"reshard_after_forward": False}
 CASES = [
     Case("llama-3-8b", 1, 4096),
+    Case("llama-3-8b", 1, 4096, GATHERED_ONCE),
     Case("llama-3-8b", 2, 4096),
     Case("llama-3-8b", 4, 4096, SELECTIVE),
     Case("llama-3-8b", 2, 4096, {"replicate": 2}),
     Case("llama-3.2-1b", 4, 4096),
+    Case("llama-3-8b", 4, 4096, medusa_heads=3),
+    Case("llama-3-8b", 4, 4096, GATHERED_ONCE, medusa_heads=3),
     Case("llama-3-8b", 1, 8192, {"tensor": 2}),
     Case("llama-3-8b", 1, 8192, {"tensor": 4}),
     Case("llama-3-8b", 1, 8192, SELECTIVE),
@@ -75,13 +83,16 @@ CASES = [
     Case("qwen3-30b-a3b", 2, 4096, FULL),
     Case("qwen3-30b-a3b", 2, 4096, {"expert": 4, **FULL}),
     Case("qwen3-8b", 1, 262144, {"context": 4, **FULL}),
+    Case("llama-3-8b", 1, 131072, {"context": 2, **FULL}),
+    Case("llama-3-8b", 1, 262144, {"context": 2, **FULL}),
+    Case("llama-3-8b", 1, 262144, OFFLOAD),
     Case("llama-3-70b", 1, 4096, FULL, lora_rank=16),
 ]
 
 
 def has_peer(case: Case) -> bool:
     """Whether the case is full fine-tuning by FSDP2 over all ranks."""
-    return case.lora_rank is None and not set(case.plan) - set(FULL)
+    return case.lora_rank is None and not case.medusa_heads and not set(case.plan) - set(FULL)
 
 
 def our_model(case: Case, provider: str, plan: lm.ParallelPlan) -> nn.Module:
@@ -94,6 +105,9 @@ def our_model(case: Case, provider: str, plan: lm.ParallelPlan) -> nn.Module:
             lm.float8(model)
 
     config = trees.config_of(case.model, layers=case.layers)
+    if case.medusa_heads:
+        base = lm.from_config(config, dtype=torch.bfloat16, device=measure.DEVICE, prepare=prepare)
+        return lm.parallelize(lm.MedusaModel.from_base(base.requires_grad_(False), case.medusa_heads), plan)
     return lm.from_config(config, dtype=torch.bfloat16, device=measure.DEVICE, plan=plan, prepare=prepare)
 
 
@@ -120,13 +134,16 @@ def random_experts(model: lm.CausalLM, ids: torch.Tensor) -> torch.Tensor:
     return torch.stack([score.topk(top_k).indices for score, top_k in scores], dim=2)
 
 
-def run(case: Case, provider: str, steps: int, profiled: bool = False, balanced: bool = False) -> dict[str, Any]:
+def run(
+    case: Case, provider: str, steps: int, warm_up: int = WARM_UP, profiled: bool = False, balanced: bool = False
+) -> dict[str, Any]:
     """The record of a case on these ranks: median step time, tokens per second and GPU, and peak memory of this rank.
 
     Args:
         case: The case.
         provider: One of NAMES.
         steps: Number of timed steps.
+        warm_up: Number of steps before them.
         profiled: Whether one more step is profiled.
         balanced: Whether the experts of our models are chosen at random.
     """
@@ -143,7 +160,7 @@ def run(case: Case, provider: str, steps: int, profiled: bool = False, balanced:
     ids = torch.randint(vocabulary, (case.batch, case.length), device=measure.DEVICE)
     inputs = {"routing": random_experts(cast(lm.CausalLM, model), ids)} if balanced and provider != PEER else {}
     step = trees.training_step(model, optimizer, ids, ids, **inputs)
-    record = timed(step, steps)
+    record = timed(step, steps, warm_up)
     record["balanced"] = bool(inputs)
     tokens = case.batch * case.length * world // together
     record["tokens_per_s_per_gpu"] = tokens / world / record["step_ms"] * 1e3
@@ -185,11 +202,11 @@ def as_a_rank(case: Case, provider: str, arguments: argparse.Namespace) -> None:
         torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", device))
     record: dict[str, Any] = {"case": case.name, "provider": provider, **asdict(case)}
     try:
-        record |= run(case, provider, arguments.steps, arguments.profile, arguments.balanced)
+        record |= run(case, provider, arguments.steps, arguments.warm_up, arguments.profile, arguments.balanced)
     except Exception as failure:  # A failing peer, out of memory for instance, is a result.
         record |= {"gpus": int(os.environ.get("WORLD_SIZE", 1)), "failed": f"{type(failure).__name__}: {failure}"[:200]}
     if int(os.environ.get("RANK", 0)) == 0:
-        if provider == OURS:
+        if provider == OURS and not case.medusa_heads:
             record["planned_gib"] = planned_gib(case, record["gpus"])
         recording.write(arguments.out, [{**record, **recording.facts()}])
         shown = {k: round(v, 2) for k, v in record.items() if isinstance(v, float)}
@@ -205,6 +222,7 @@ def main() -> None:
     parser.add_argument("--gpus", nargs="+", type=int, default=[torch.cuda.device_count()], help="numbers of GPUs")
     parser.add_argument("--providers", nargs="+", default=[OURS, PEER], choices=NAMES)
     parser.add_argument("--steps", type=int, default=5, help="number of timed steps; the median counts")
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="number of steps before them")
     parser.add_argument("--profile", action="store_true", help="profile one step, on rank 0")
     parser.add_argument("--balanced", action="store_true", help="choose experts of our models at random")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
@@ -221,7 +239,7 @@ def main() -> None:
             continue
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
         command = [sys.executable, *(torchrun if gpus > 1 else []), "-m", "benchmarks", "parallel", case.name, "--rank"]
-        command += ["--providers", provider, "--steps", str(arguments.steps)]
+        command += ["--providers", provider, "--steps", str(arguments.steps), "--warm-up", str(arguments.warm_up)]
         command += ["--profile"] * arguments.profile + ["--balanced"] * arguments.balanced
         command += ["--out", str(arguments.out)] if arguments.out else []
         if subprocess.run(command, check=False).returncode:
