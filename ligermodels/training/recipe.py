@@ -280,10 +280,9 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
             raise ConfigError(f"track: has none and others, {', '.join(self.track)}; leave one out")
         micro = self.micro_batch_tokens or self.batch_tokens
         if micro % self.row_tokens or self.batch_tokens % micro:
-            raise ConfigError(
-                f"batch_tokens ({self.batch_tokens}) must be a multiple of micro_batch_tokens ({micro}), and that "
-                f"of {self.data_form.row_size(self.seq_len)}"
-            )
+            given = "" if self.micro_batch_tokens is None else f"micro_batch_tokens ({micro}), and that of "
+            row = self.data_form.row_size(self.seq_len)
+            raise ConfigError(f"batch_tokens ({self.batch_tokens}) must be a multiple of {given}{row}")
         self.check_optimizer(1, is_sharded=False)
         if self.streaming and self.steps is None:
             raise ConfigError("streaming: needs steps, because the documents of an epoch are not counted; give them")

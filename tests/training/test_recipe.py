@@ -84,7 +84,7 @@ WRONG = {
     "stage: 3": "stage: must be less than or equal to 2, got 3",
     "stage: 2\ndistill: 1": "distill: must be a valid boolean, got 1",
     "distill: true": "distill: is for stage 2",
-    "batch_tokens: 5000": "batch_tokens \\(5000\\) must be a multiple of micro_batch_tokens \\(5000\\), and that",
+    "batch_tokens: 5000": "batch_tokens \\(5000\\) must be a multiple of seq_len",
     "batch_tokens: 8192\nmicro_batch_tokens: 6144": "a multiple of micro_batch_tokens \\(6144\\)",
     "epochs: 0": "epochs: must be greater than 0",
     "max_grad_norm: 0": "max_grad_norm: must be greater than 0, got 0",
