@@ -80,8 +80,8 @@ def nativize(model: Model) -> Model:
     hf.__dict__["_replicate_for_data_parallel"] = _no_replica
     if name := changed_setting(hf, read):
         warn_caller(
-            f"nativize: {name} is not what transformers builds from the config, of which native layers are composed: "
-            "the code of the class runs, which computes with it",
+            f"nativize: {name} is not what transformers builds from the config. The class's own code computes with it, "
+            "which is slower; to compute natively, change the config before the model is built",
             UserWarning,
         )
     return model

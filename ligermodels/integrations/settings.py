@@ -1,4 +1,4 @@
-"""Settings of transformers modules, as their config gives them to the native counterparts: if one is another, set
+"""Settings of transformers modules, as their config gives them to the native counterparts. If a user changes one,
 before `nativize` or after, the code of the class runs, which reads it in every pass."""
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ OF_A_CONFIG = (
 
 IGNORED = frozenset({
     "training", "gradient_checkpointing", "layer_idx", "vocab_size", "padding_idx", "name_or_path", "num_experts",
+    "max_seq_len_cached", "original_max_seq_len",
 })  # fmt: skip
 """Attributes that do not change the numbers of a pass, or that the native pass reads too."""
 
 
 LIBRARIES = "transformers", "torch"
-"""Beginnings of the names of modules whose forwards the native layers stand in for."""
+"""Packages with the forwards that native layers stand in for. Remote code is in another, "transformers_modules"."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Settings:
     """Settings of a module.
 
     kind: its class, whose forward reads them.
-    attributes: plain attributes by name, such as `scaling`. Another attribute than a module can have never matches.
+    attributes: plain attributes by name, such as `scaling`. An entry for something that is no plain attribute, such as
+        "forward" or a buffer, marks it as changed.
     children: settings of submodules without tensors (an activation, a dropout) by name.
     """
 
@@ -75,7 +77,7 @@ def settings_of(module: nn.Module) -> Settings:
 
 def is_of_libraries(module: nn.Module) -> bool:
     """Whether the forward of the module's class is one of LIBRARIES, not of a user's class."""
-    return str(type(module).forward.__module__).startswith(LIBRARIES)
+    return str(type(module).forward.__module__).partition(".")[0] in LIBRARIES
 
 
 def config_settings(config: Any) -> dict[str, Any]:

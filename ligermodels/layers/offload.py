@@ -71,15 +71,14 @@ class HostCopy:
     """
 
     _returning: tuple[Tensor, torch.cuda.Event | None] | None = None  # on its way back to the GPU
-    _buffers: list[Tensor]
 
     def __init__(self, tensor: Tensor) -> None:
+        self._buffers: list[Tensor] = []
         dense = tensor if tensor.is_contiguous() else tensor.clone()
         self._source: tuple[Tensor, Tensor, int] | None = (tensor, dense, tensor._version)
         self._layout: dict[str, Any] = {"size": dense.shape, "stride": dense.stride(), "dtype": dense.dtype}
         self._device, self._changed = tensor.device, False
         self.sizes = _sizes(tensor.nbytes)
-        self._buffers = []
         for size in () if tensor.is_meta else self.sizes:
             self._buffers.append(_buffer(self._device, _rounded(size)))
         self._parts = [buffer[:size] for buffer, size in zip(self._buffers, self.sizes, strict=False)]

@@ -80,9 +80,9 @@ def candidates(
     """Plans that fit into memory, the fastest first by `step_cost`.
 
     Tries each way to divide the GPUs into replicas and shards, and the experts over these, with each kind of activation
-    checkpointing ("offload" where no other kind fits) and the largest micro-batch that fits. If no such plan fits, or
-    there are fewer sequences than GPUs, each sequence (`context`) or each matrix product within a host (`tensor`) is
-    also divided, over as few GPUs as possible.
+    checkpointing but "offload", and the largest micro-batch that fits. If no such plan fits, or there are fewer
+    sequences than GPUs, each sequence (`context`) or each matrix product within a host (`tensor`) is also divided, over
+    as few GPUs as possible. If still none fits, all this is tried with "offload".
 
     Args:
         model: the model on the meta device as it will be trained, with LoRA if it is used.
@@ -118,15 +118,15 @@ def candidates(
     usable, size, plans = int(memory * (1 - RESERVED)), ModelSize.of(model, reduce_dtype), list[Candidate]()
     before = model.activation_checkpointing
     try:
-        for width, same_width in groupby(groups, key=lambda group: group[0] * group[1]):
+        widths = [(width, [*same]) for width, same in groupby(groups, key=lambda group: group[0] * group[1])]
+        for modes, (width, same_width) in product((CHECKPOINTING[:-1], CHECKPOINTING[-1:]), widths):
             ranks = gpus // width
             sequences, rest = divmod(batch_tokens, seq_len * ranks)
             if rest or not sequences:
                 continue
-            for (context, tensor), mode in product(same_width, CHECKPOINTING):
+            for (context, tensor), mode in product(same_width, modes):
                 model.activation_checkpointing = mode
-                fit = {plan.degrees for plan in plans} if mode == "offload" else ()
-                divisions = [each for each in _divisions(model, ranks, context, tensor) if each not in fit]
+                divisions = list(_divisions(model, ranks, context, tensor))
                 fitting = _largest_that_fit(model, usable, sequences, seq_len, divisions, states)
                 for degrees, (micro, needed) in fitting.items():
                     cost = step_cost(

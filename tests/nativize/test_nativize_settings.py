@@ -4,6 +4,7 @@ transformers."""
 import copy
 import io
 import tempfile
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ import ligermodels as lm
 from ligermodels.errors import InputError
 from ligermodels.integrations import wrap
 from ligermodels.integrations.decoder import HFDecoder
+from ligermodels.integrations.settings import has_rotary_of
 
 Change = Callable[[Any], Any]
 
@@ -175,6 +177,15 @@ class OwnLoss(Qwen3ForCausalLM):
         return output
 
 
+class RemoteLoss(OwnLoss):
+    """The same of a checkpoint with code, as `trust_remote_code` loads it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+RemoteLoss.forward.__module__ = "transformers_modules.owner.modeling_name"
+
 LONG = "full_attention_inv_freq", "sliding_attention_inv_freq"
 BEFORE = {
     **OF_MODULES,
@@ -186,6 +197,7 @@ BEFORE = {
     "class of a norm": ("qwen3", layer_norm),
     "class of the head": ("qwen3", with_class("lm_head", OwnHead)),
     "class of the model": ("qwen3", with_class("", OwnLoss)),
+    "class of remote code": ("qwen3", with_class("", RemoteLoss)),
 }
 
 
@@ -211,6 +223,15 @@ def test_the_name_of_what_differed_before() -> None:
     attribute(MIXER, scaling=0.9)(hf)
     with pytest.warns(UserWarning, match=r"nativize: model\.layers\.1\.self_attn\.scaling is not what"):
         lm.nativize(hf)
+
+
+def test_another_length_in_the_config_is_no_change() -> None:
+    hf = make("qwen3")
+    hf.config.max_position_embeddings *= 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lm.nativize(hf)
+    assert has_rotary_of(hf.model, hf.model.native.rotary)
 
 
 def test_a_native_model_that_was_wrapped_names_the_change() -> None:
