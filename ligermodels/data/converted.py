@@ -19,7 +19,7 @@ from ligermodels.convert.input_files import open_file
 from ligermodels.convert.locks import locked
 from ligermodels.errors import InputError, LigerModelsError
 
-VERSION = 3
+VERSION = 4
 """Part of the key of a conversion: another version converts otherwise."""
 
 

@@ -63,7 +63,7 @@ class Content(NamedTuple):
         """The record, and the names of its fields that are not used. Raises ValueError if it is invalid."""
         if self.is_line:
             return read_record(self.content)
-        # Line ends as Python reads a text file; a byte order mark is no text.
+        # Windows' line ends become \n, a lone \r stays; a byte order mark is no text.
         text = self.content.decode().replace("\r\n", "\n")
         return Completion("", text.removeprefix("\ufeff") if self.starts else text), []
 
