@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from huggingface_hub import HfApi
 
+from ligermodels.data import converted
 from ligermodels.data.corpus import Corpus
 from ligermodels.data.hub_dataset import HubDataset
 from ligermodels.data.records import read_record
@@ -83,6 +84,15 @@ def test_rows_are_fetched_once_for_a_commit(hub: dict[str, str]) -> None:
     assert texts("hf:owner/name") == ["d"]
     with pytest.raises(HubError, match=r"owner/name: download failed.*no route"):
         texts("hf:owner/name:test")
+
+
+def test_rows_of_another_version_are_not_used(hub: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as context:
+        context.setattr(converted, "VERSION", converted.VERSION - 1)
+        assert texts("hf:owner/name") == ["a", "b", "c"]
+    hub.clear()  # the hub cannot be reached
+    with pytest.raises(HubError, match=r"owner/name: download failed.*no route"):
+        texts("hf:owner/name")
 
 
 def test_turns_that_do_not_all_have_the_same_keys(hub: dict[str, str]) -> None:
