@@ -86,9 +86,9 @@ def test_plans_that_are_written_are_trained_on() -> None:
     assert "".join(text[start:end] for start, end in spans) == '<|im_start|>I call f<|im_end|>{"x": 1}<|im_end|>'
 
 
-def read(folder: Path, template: ChatTemplate, *turns: dict[str, Any]) -> list[str]:
+def read(folder: Path, template: ChatTemplate, *turns: dict[str, Any], **more: Any) -> list[str]:
     """The warnings about a chat of these turns, read twice."""
-    line = json.dumps({"messages": turns})
+    line = json.dumps({"messages": turns, **more})
     (folder / "data.jsonl").write_text(f"{line}\n{line}")
     documents = Documents(Corpus([folder / "data.jsonl"]), tokenizer_of("qwen2.5", folder), lambda: template)
     with warnings.catch_warnings(record=True) as caught:
@@ -166,6 +166,17 @@ def test_fields_that_link_a_result_to_its_call_are_not_named(tmp_path: Path) -> 
 
 
 WITH_REASONING = {**ANSWER, "reasoning_content": "They greet me"}
+INLINE = {**ANSWER, "content": "<think>\nThey greet me\n</think>\n\nHello"}
+WRITES = (
+    "{% for m in messages %}<|im_start|>{{ m.role }} CONTENT<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+)
+REASONS = {
+    "cuts": WRITES.replace("CONTENT", "{{ m.content.split('</think>')[-1] }}"),  # as DeepSeek-R1's
+    "asks": WRITES.replace(
+        "CONTENT", "{% if thinks and loop.last %}{{ m.reasoning_content }} {% endif %}{{ m.content }}"
+    ),
+}
 OF_THE_ASSISTANT = "does not write the reasoning of the assistant (message 1): the model is trained without it"
 OF_THE_USER = "does not write the reasoning of the user (message 0): the model is trained without it"
 REASONINGS: dict[str, tuple[str, list[dict[str, Any]], str | None]] = {
@@ -174,6 +185,13 @@ REASONINGS: dict[str, tuple[str, list[dict[str, Any]], str | None]] = {
     "of an earlier turn, by a template that writes that of the last": (
         "qwen3.5", [USER, WITH_REASONING, USER, ANSWER], None,
     ),
+    "in the content": ("qwen2.5", [USER, INLINE], None),
+    "in the content, by a template that moves it": ("qwen3.5", [USER, INLINE], None),
+    "in the content of an earlier turn": ("qwen3.5", [USER, INLINE, USER, ANSWER], None),
+    "in the content, by a template that cuts it": ("cuts", [USER, INLINE], OF_THE_ASSISTANT),
+    "an empty one in the content": ("cuts", [USER, {**ANSWER, "content": "<think>\n\n</think>Hello"}], None),
+    "of an earlier turn, by a template that writes it with a variable": ("asks", [USER, WITH_REASONING] * 2, None),
+    "of an earlier turn, without the variable": ("asks", [USER, WITH_REASONING, USER, ANSWER], OF_THE_ASSISTANT),
     "of a user": ("qwen2.5", [{**USER, "thinking": "A friend"}, ANSWER], OF_THE_USER),
     "of a user, by a template that writes the assistant's": (
         "qwen3.5", [{**USER, "reasoning": "A friend"}, ANSWER], OF_THE_USER,
@@ -185,5 +203,7 @@ REASONINGS: dict[str, tuple[str, list[dict[str, Any]], str | None]] = {
 def test_reasoning_that_is_not_written_is_named(tmp_path: Path, case: str) -> None:
     name, turns, wanted = REASONINGS[case]
     qwen3_5 = ChatTemplate((Path(__file__).parent / "templates/qwen3_5.jinja").read_text(), name="qwen3.5")
-    template = qwen3_5 if name == "qwen3.5" else template_of(name)
-    assert read(tmp_path, template, *turns) == ([] if wanted is None else [f"{name}: {wanted}"])
+    written = {"qwen3.5": qwen3_5, **{key: ChatTemplate(source, name=key) for key, source in REASONS.items()}}
+    template = written[name] if name in written else template_of(name)
+    variables = {"chat_template_kwargs": {"thinks": turns[-1] is WITH_REASONING}}
+    assert read(tmp_path, template, *turns, **variables) == ([] if wanted is None else [f"{name}: {wanted}"])
