@@ -273,9 +273,12 @@ class Encoder:
                 raise ValueError(
                     f'{self.template.name}: does not write the "{name}" of the chat; give another template'
                 )
-        unwritten, bare = list(rare), with_only(()) if rare else text
-        if bare != text:  # A field that another one replaces (`m.a or m.b`) changes the chat that has neither.
-            unwritten = [name for name in rare if with_only(rare.keys() - {name}) == text and with_only({name}) == bare]
+        unwritten = list(rare)
+        if rare and with_only(()) != text:
+            unwritten = [name for name in rare if with_only(rare.keys() - {name}) == text]
+            written = rare.keys() - unwritten
+            if len(unwritten) > 1 and with_only(written) != text:  # `m.a or m.b`, with the same words in both
+                unwritten = [name for name in unwritten if with_only(written | {name}) != text]
         for field, (usual, part) in RARE_IN_TURNS.items():
             turns = [message for message in messages if field in unwritten and field in rare_fields(message)]
             if not all(part and is_filled(message, part) for message in turns):

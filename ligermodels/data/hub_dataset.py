@@ -61,9 +61,8 @@ class HubDataset(NamedTuple):
         datasets = optional("datasets", name, "a dataset of the hub")
         try:
             options = {"split": self.split, "streaming": True, "revision": commit}
-            rows = datasets.load_dataset(self.repo, self.config, **options).decode(
-                False
-            )  # pictures stay bytes, JSON stays text
+            rows = datasets.load_dataset(self.repo, self.config, **options)
+            rows = rows.decode(False)  # pictures stay bytes, and JSON stays text
             yield from arrow_lines(islice(rows, self.rows), rows.features.arrow_schema, name)
         except InputError:
             raise

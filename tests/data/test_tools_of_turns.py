@@ -148,6 +148,8 @@ def test_the_name_of_a_user_is_named_beside_that_of_a_tool(tmp_path: Path, of_to
          {**CALL, "tool_plan": "I call f", "reasoning_content": "I call f"}, ["tool_plan"]),
         (NAMES_TOOLS.replace("{{ m.content", "{{ m.tool_plan or m.thoughts }} {{ m.content"),
          {**CALL, "tool_plan": "I call f", "thoughts": "I call f"}, []),
+        (NAMES_TOOLS.replace("{{ m.content", "{{ m.tool_plan or m.thoughts }} {{ m.language }} {{ m.content"),
+         {**CALL, "tool_plan": "I call f", "thoughts": "Hm", "language": "en", "model": "m"}, ["thoughts", "model"]),
     ],
 )  # fmt: skip
 def test_fields_whose_words_are_in_the_chat_are_no_error(
