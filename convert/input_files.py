@@ -197,6 +197,10 @@ def read_json_object(path: Path, error_class: ErrorClass, hint: str = "") -> dic
     return value
 
 
+class RepeatedField(ValueError):
+    """An object of a JSON text has a name twice."""
+
+
 def parse_json(content: str | bytes, *, unique: bool = False) -> Any:
     """The value of a JSON text.
 
@@ -205,7 +209,8 @@ def parse_json(content: str | bytes, *, unique: bool = False) -> Any:
         unique: whether an object may have a name only once. By default the last value of a name counts.
 
     Raises:
-        ValueError: it is not JSON in UTF-8, is nested deeper than DEPTH, or has a name twice in an object.
+        RepeatedField: with `unique`, an object has a name twice.
+        ValueError: it is not JSON in UTF-8, or is nested deeper than DEPTH.
     """
     text = content.decode() if isinstance(content, bytes) else content
     try:
@@ -218,11 +223,11 @@ def parse_json(content: str | bytes, *, unique: bool = False) -> Any:
 
 
 def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object with these fields. Raises ValueError if two have the same name: one of them would be lost."""
+    """The object with these fields. Raises RepeatedField if two have the same name: one of them would be lost."""
     found = dict(fields)
     if len(found) < len(fields):
         name = next(name for name, count in Counter(name for name, _ in fields).items() if count > 1)
-        raise ValueError(f"an object has the field {name!r} twice")
+        raise RepeatedField(f"an object has the field {name!r} twice")
     return found
 
 

@@ -7,7 +7,8 @@ import re
 from contextlib import suppress
 from typing import Any
 
-from ligermodels.convert.input_files import parse_json
+from ligermodels.convert.input_files import RepeatedField, parse_json
+from ligermodels.data.lines import decoded
 from ligermodels.data.records import ROLES
 
 OF_TURNS = (
@@ -22,18 +23,28 @@ _BEGINS_AS_TURNS = re.compile(r"""\s*\[\s*\{\s*(["'])(role|from)\1\s*:\s*(["'])(
 def value_of(column: str, cell: str) -> Any:
     """The value of a cell: its text, or the turns of a chat that it has as JSON or as Python writes a list (pandas).
 
-    Raises ValueError for a list of turns that is cut, or written in another way.
+    Raises ValueError for a list of turns that is cut, is written in another way, or has a field twice.
     """
     if column not in OF_TURNS or not cell.lstrip().startswith(("[", "{")):
         return cell
     for parse in (parse_json, ast.literal_eval):
         with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             found = parse(cell)
-            return found if _are_turns(found, column) else cell
-    begin = _BEGINS_AS_TURNS.match(cell)
-    if begin and begin[4].lower() in ROLES:
-        raise ValueError(f'"{column}" begins as a list of turns, and is neither JSON nor a list as Python writes it')
-    return cell
+            break
+    else:
+        begin = _BEGINS_AS_TURNS.match(cell)
+        if begin and begin[4].lower() in ROLES:
+            raise ValueError(
+                f'"{column}" begins as a list of turns, and is neither JSON nor a list as Python writes it'
+            )
+        return cell
+    if not _are_turns(found, column):
+        return cell
+    try:
+        decoded(cell)
+    except RepeatedField as error:
+        raise ValueError(f'"{column}": {error}') from None
+    return found
 
 
 def _are_turns(value: Any, column: str) -> bool:

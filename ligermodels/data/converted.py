@@ -19,8 +19,8 @@ from ligermodels.convert.input_files import open_file
 from ligermodels.convert.locks import locked
 from ligermodels.errors import InputError, LigerModelsError
 
-VERSION = 3
-"""Part of the key of a conversion: another version converts otherwise."""
+VERSION = 4
+"""Part of the names of conversions: another version converts otherwise."""
 
 
 def converted(
@@ -55,8 +55,8 @@ def write_parts(target: Path, parts: Iterable[bytes]) -> None:
 
 
 def newest(room: str, name: str) -> Path | None:
-    """The file or folder with this name that was written to the cache last; None if there is none."""
-    found = [path for path in cache_room(room).glob("*") if path.name.split("-", 1)[-1] == _short(name)]
+    """The file or folder with this name that this version wrote to the cache last; None if there is none."""
+    found = [path for path in cache_room(room).glob("*") if path.name.split("-", 1)[-1] == _versioned(name)]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
@@ -66,8 +66,8 @@ def cache_room(name: str) -> Path:
     return Path(os.environ.get("LIGERMODELS_CACHE") or "~/.cache/ligermodels").expanduser() / name
 
 
-def _short(name: str) -> str:
-    return name[-80:]
+def _versioned(name: str) -> str:
+    return f"v{VERSION}-{name[-80:]}"
 
 
 def cached(room: str, key: str, name: str, write: Callable[[Path], object]) -> Path:
@@ -83,8 +83,8 @@ def cached(room: str, key: str, name: str, write: Callable[[Path], object]) -> P
         InputError: the cache cannot be written.
     """
     folder = cache_room(room)
-    digest = hashlib.sha256(f"{VERSION} {key}".encode(errors="surrogateescape")).hexdigest()[:24]
-    target = folder / f"{digest}-{_short(name)}"
+    digest = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:24]
+    target = folder / f"{digest}-{_versioned(name)}"
     partial = target.with_name(f".{target.name}.partial")
     try:
         folder.mkdir(parents=True, exist_ok=True)

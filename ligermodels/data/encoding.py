@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ligermodels.arguments import IGNORE_INDEX
 from ligermodels.data.chat import ChatTemplate, Message, covered, encode_chat
+from ligermodels.data.parts import is_filled
 from ligermodels.data.record_fields import RARE_IN_TURNS, is_cut, rare_fields
 from ligermodels.data.records import Completion, NothingToLearn, Record, read_record
 from ligermodels.data.tokenizer import Tokenizer
@@ -63,7 +64,7 @@ class Content(NamedTuple):
         """The record, and the names of its fields that are not used. Raises ValueError if it is invalid."""
         if self.is_line:
             return read_record(self.content)
-        # Line ends as Python reads a text file; a byte order mark is no text.
+        # Windows' line ends become \n, a lone \r stays; a byte order mark is no text.
         text = self.content.decode().replace("\r\n", "\n")
         return Completion("", text.removeprefix("\ufeff") if self.starts else text), []
 
@@ -256,34 +257,41 @@ class Encoder:
         named = [name for name in ("tools", "documents") if name in variables]
         if not rare and not named:
             return
+
+        def rendered(turns: Sequence[Message], rest: Mapping[str, Any]) -> str | None:
+            with suppress(InputError):
+                return self.template.render(turns, **rest)
+            return None  # a template that needs the field writes it
+
+        def with_only(names: Collection[str]) -> str | None:
+            """The chat without other rare fields. The name of a tool stays: it is rare in turns of other roles only."""
+            return rendered([_without(m, {*rare_fields(m)}.difference(names)) for m in messages], variables)
+
         text = self.template.render(messages, **variables)
-
-        def is_written(turns: Sequence[Message], rest: dict[str, Any]) -> bool:
-            with suppress(InputError):  # a template that needs the field writes it
-                return self.template.render(turns, **rest) != text
-            return True
-
         for name in named:
-            if not is_written(messages, _without(variables, [name])):
+            if rendered(messages, _without(variables, [name])) == text:
                 raise ValueError(
                     f'{self.template.name}: does not write the "{name}" of the chat; give another template'
                 )
-        if not rare or is_written([_without(message, rare) for message in messages], variables):
-            unwritten = [n for n in rare if not is_written([_without(m, [n]) for m in messages], variables)]
-        else:
-            unwritten = list(rare)
-        for field, known in RARE_IN_TURNS.items():
-            if field in unwritten:
-                message = f'does not write the "{field}" of a turn; give {known}, or another template'
+        unwritten = list(rare)
+        if rare and with_only(()) != text:
+            unwritten = [name for name in rare if with_only(rare.keys() - {name}) == text]
+            written = rare.keys() - unwritten
+            if len(unwritten) > 1 and with_only(written) != text:  # `m.a or m.b`, with the same words in both
+                unwritten = [name for name in unwritten if with_only(written | {name}) != text]
+        for field, (usual, part) in RARE_IN_TURNS.items():
+            turns = [message for message in messages if field in unwritten and field in rare_fields(message)]
+            if not all(part and is_filled(message, part) for message in turns):
+                message = f'does not write the "{field}" of a turn; give {usual}, or another template'
                 raise ValueError(f"{self.template.name}: {message}")
         self._warn_of_unwritten(unwritten)
 
     def _warn_of_unwritten(self, names: Sequence[str]) -> None:
         template = self.template
-        if new := [name for name in names if ("turn", name) not in template.omitted]:
-            template.omitted.update(("turn", name) for name in new)
-            fields = ", ".join(f'"{name}"' for name in new)
-            template.warn(f"{template.name}: does not write {fields} of turns: the model is trained without them")
+        for name in names:
+            if ("turn", name) not in template.omitted:
+                template.omitted.add(("turn", name))
+                template.warn(f'{template.name}: does not write "{name}" of turns: the model is trained without it')
 
     def _before(self, ids: list[int]) -> list[int]:
         """The tokens that the tokenizer adds before a text, unless the text starts with them."""

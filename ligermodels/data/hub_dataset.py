@@ -13,7 +13,7 @@ from huggingface_hub import HfApi
 from ligermodels.convert.hub import explained
 from ligermodels.data.compression import optional
 from ligermodels.data.converted import cached, newest, write_parts
-from ligermodels.data.json_files import as_line
+from ligermodels.data.json_files import arrow_lines
 from ligermodels.errors import HubError, InputError
 
 PREFIX = "hf:"
@@ -61,8 +61,11 @@ class HubDataset(NamedTuple):
         datasets = optional("datasets", name, "a dataset of the hub")
         try:
             options = {"split": self.split, "streaming": True, "revision": commit}
-            rows = datasets.load_dataset(self.repo, self.config, **options).decode(False)  # pictures stay bytes
-            yield from map(as_line, islice(rows, self.rows))
+            rows = datasets.load_dataset(self.repo, self.config, **options)
+            rows = rows.decode(False)  # pictures stay bytes, and JSON stays text
+            yield from arrow_lines(islice(rows, self.rows), rows.features.arrow_schema, name)
+        except InputError:
+            raise
         except Exception as error:  # the package has no common class of errors
             raise InputError(f"{name}: the package datasets cannot read it: {' '.join(str(error).split())}") from None
 

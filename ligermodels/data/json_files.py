@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from json import JSONDecodeError, JSONDecoder
 from typing import Any, BinaryIO
@@ -207,21 +207,62 @@ def parquet_lines(content: BinaryIO, name: str) -> Iterator[bytes]:
     try:
         file = parquet.ParquetFile(content if content.seekable() else io.BytesIO(content.read()))
         _check_columns(file.schema_arrow.names, name)
-        for batch in file.iter_batches(batch_size=1024):
-            yield from map(as_line, batch.to_pylist())
+        rows = (row for batch in file.iter_batches(batch_size=1024) for row in batch.to_pylist())
+        yield from arrow_lines(rows, file.schema_arrow, name)
     except pyarrow.ArrowException as error:
         raise InputError(f"{name}: cannot be read as Parquet: {error}") from None
 
 
-def as_line(row: dict[str, Any]) -> bytes:
-    """A row as a line of JSON. Bytes are text if they are UTF-8; other values that JSON does not have become objects
-    that name their type, which no field of text accepts.
+def arrow_lines(rows: Iterable[dict[str, Any]], schema: Any, name: str) -> Iterator[bytes]:
+    """Rows of Arrow as lines of JSON.
 
     Objects lose their null values: Arrow gives all objects of a column the same keys, so that an argument of one tool
-    call is null in all other calls, and the template would write it."""
-    return (
-        json.dumps(_without_nulls(row), ensure_ascii=False, default=_as_json).encode("utf-8", "surrogatepass") + b"\n"
-    )
+    call is null in all other calls, and the template would write it. JSON texts (the extension type arrow.json, as
+    `datasets` stores turns that do not all have the same keys) are decoded, and keep theirs.
+
+    Args:
+        rows: the rows, with JSON texts as strings.
+        schema: their pyarrow schema.
+        name: the table, for messages.
+
+    Raises:
+        InputError: a value of type arrow.json is no JSON, or has a field twice.
+    """
+    decoders = {field.name: decoder for field in schema if (decoder := _json_decoder(field.type)) is not None}
+    for number, row in enumerate(map(_without_nulls, rows), start=1):
+        for column in decoders.keys() & row.keys():
+            try:
+                row[column] = decoders[column](row[column])
+            except ValueError as error:
+                raise InputError(f"{name}: row {number}: {column!r} has invalid JSON: {error}") from None
+        yield as_line(row)
+
+
+def _json_decoder(kind: Any) -> Callable[[Any], Any] | None:
+    """The function that decodes the JSON texts in a value of an Arrow type; None if the type has none."""
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return lambda value: parse_json(value, unique=True) if isinstance(value, str) else value
+    fields = [kind.field(number) for number in range(kind.num_fields)]
+    decoders = {field.name: decoder for field in fields if (decoder := _json_decoder(field.type)) is not None}
+
+    def decode(value: Any) -> Any:
+        if isinstance(value, dict):  # a struct
+            return {key: decoders[key](item) if key in decoders else item for key, item in value.items()}
+        if isinstance(value, tuple):  # the key and the value of an entry of a map
+            return tuple(
+                decoders[field.name](item) if field.name in decoders else item
+                for field, item in zip(fields, value, strict=True)
+            )
+        (decoder,) = decoders.values()  # of the items of a list
+        return [decoder(item) for item in value] if isinstance(value, list) else value
+
+    return decode if decoders else None
+
+
+def as_line(row: dict[str, Any]) -> bytes:
+    """A row as a line of JSON. Bytes are text if they are UTF-8; other values that JSON does not have become objects
+    that name their type, which no field of text accepts."""
+    return json.dumps(row, ensure_ascii=False, default=_as_json).encode("utf-8", "surrogatepass") + b"\n"
 
 
 def _without_nulls(value: Any) -> Any:

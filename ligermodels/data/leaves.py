@@ -47,9 +47,11 @@ def find_leaves(versions: Versions) -> list[Leaf]:
         if key not in found:
             found[key] = _leaf(versions, text, *key)
     _check_calls(versions)
+    writes_reasoning = any(leaf is not None and part == "reasoning" for (_, part), leaf in found.items())
     for i, part in parts:
         if found[i, part] is None:
-            _warn_of_omission(versions, text, i, part)
+            _warn_of_omission(versions, text, i, part, writes_reasoning)
+    _warn_of_omitted_thoughts(versions, text)
     return sorted(leaf for leaf in found.values() if leaf is not None)
 
 
@@ -96,14 +98,34 @@ def _check_calls(versions: Versions) -> None:
                 raise InputError(f"{versions.template.name}: does not write the tool calls in message {i}")
 
 
-def _warn_of_omission(versions: Versions, text: str, i: int, part: str) -> None:
-    """Warn, once per template, that message i is in the text without a part."""
+def _warn_of_omission(versions: Versions, text: str, i: int, part: str, writes_reasoning: bool) -> None:
+    """Warn, once per template, that message i is in the text without a part. `writes_reasoning` says that the text has
+    the reasoning of another message: some templates write it only with the variables of the chat."""
     template, message, later = versions.template, versions.messages[i], versions.messages[i + 1 :]
     role, is_known = message.get("role"), versions.try_text(Version(probed=(i, part))) == text
-    if not is_known or not is_filled(message, part) or (role, part) in template.omitted:
+    if not is_known or not is_filled(message, part):
         return
     is_earlier = role == "assistant" and any(message.get("role") == "assistant" for message in later)
-    if part != "reasoning" or not is_earlier or not template.writes_reasoning:
+    if part != "reasoning" or not is_earlier or not (writes_reasoning or template.writes_reasoning):
+        _warn_once(versions, i, part)
+
+
+def _warn_of_omitted_thoughts(versions: Versions, text: str) -> None:
+    """Warn, once per template, that it cuts reasoning in <think> tags out of the assistant's last content, as
+    DeepSeek-R1's template does."""
+    last = max((i for i, message in enumerate(versions.messages) if message.get("role") == "assistant"), default=None)
+    content = None if last is None else versions.messages[last].get("content")
+    if last is not None and isinstance(content, str):
+        before, _, _ = content.rpartition("</think>")
+        thoughts = [thought.strip() for thought in re.split("</?think>", before)]
+        if not all(any(shown in text for shown in _shown(thought)) for thought in thoughts):
+            _warn_once(versions, last, "reasoning")
+
+
+def _warn_once(versions: Versions, i: int, part: str) -> None:
+    """Warn that message i is written without a part, unless the template omitted the part of its role before."""
+    template, role = versions.template, versions.messages[i].get("role")
+    if (role, part) not in template.omitted:
         template.omitted.add((role, part))
         template.warn(
             f"{template.name}: does not write the {part} of the {role} (message {i}): the model is trained without it"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from typing import Any
 
-from ligermodels.convert.input_files import parse_json
+from ligermodels.convert.input_files import RepeatedField, parse_json
 
 LINE_BYTES = 8 << 20
 """Most bytes of a line: tokenising 8 MiB takes about 1 GB of memory."""
@@ -42,8 +41,12 @@ def without_nulls(value: Any) -> dict[str, Any]:
 
 
 def decoded(value: Any) -> Any:
-    """A string decoded as JSON; any other value, and a string that is no JSON, unchanged."""
-    if isinstance(value, str):
-        with suppress(ValueError):
-            return parse_json(value)
-    return value
+    """A string decoded as JSON; any other value, and a string that is no JSON, unchanged.
+
+    Raises RepeatedField, a ValueError, for an object with a field twice."""
+    try:
+        return parse_json(value, unique=True) if isinstance(value, str) else value
+    except RepeatedField:
+        raise
+    except ValueError:
+        return value

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
-from ligermodels.convert.input_files import parse_json
+from ligermodels.convert.input_files import RepeatedField
+from ligermodels.data.lines import decoded
+from ligermodels.errors import InputError
 
 PROBE = "\ufdd2"
 """A value that no text has: a Unicode noncharacter, like `rendering.START` and `rendering.END`."""
@@ -159,9 +160,11 @@ class CallForm(NamedTuple):
 
     def _convert(self, arguments: Any) -> Any:
         if isinstance(arguments, str) and self.takes_dict and not self.takes_text:
-            with suppress(ValueError):
-                decoded = parse_json(arguments or "{}")
-                return decoded if isinstance(decoded, dict) else arguments
+            try:
+                value = decoded(arguments or "{}")
+            except RepeatedField as error:
+                raise InputError(f"the arguments of a tool call: {error}") from None
+            return value if isinstance(value, dict) else arguments
         if isinstance(arguments, Mapping) and self.takes_text and not self.takes_dict:
             return json.dumps(arguments, ensure_ascii=False)
         return arguments

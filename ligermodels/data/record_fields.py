@@ -81,12 +81,12 @@ REFUSED_IN_TURNS = {
 """Fields of turns that would change the training and are not implemented -> reason."""
 
 RARE_IN_TURNS = {
-    **dict.fromkeys(("tools", "functions"), '"tools" beside the turns'),
-    "function_calls": '"tool_calls"',
-    "tool_plan": '"reasoning_content" or "content"',
+    **dict.fromkeys(("tools", "functions"), ('"tools" beside the turns', "")),
+    "function_calls": ('"tool_calls"', "calls"),
+    "tool_plan": ('"reasoning_content" or "content"', "reasoning"),
 }
 """Fields of turns for tools, their calls, and words before them, that few templates read (OLMo 3's, DeepSeek-V3.2's,
-Command R7B's) -> the usual field."""
+Command R7B's) -> the usual field, and the part of the same turn (see `parts.FIELDS`) that stands for the field."""
 
 READ_IN_TURNS = frozenset({
     "role", "content", "tool_calls", "tool_responses", "reasoning_content", "thinking", "reasoning", "weight", FINISH,

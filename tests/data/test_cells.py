@@ -55,6 +55,23 @@ def test_a_table() -> None:
     assert read_record(line)[0] == ([USER, ASSISTANT], {})
 
 
+TWICE = '[{"role": "user", "content": "a", "content": "b"}]'
+
+
+def test_a_field_twice_in_turns() -> None:
+    with pytest.raises(InputError, match=r"""a\.csv: row 2: "messages": an object has the field 'content' twice"""):
+        list(csv_lines(table(messages=TWICE), "a.csv", delimiter=","))
+    assert value_of("prompt", '{"a": 1, "a": 2}') == '{"a": 1, "a": 2}'  # a text
+
+
+@pytest.mark.parametrize("write", [json.dumps, str])
+def test_nulls_are_read_as_in_lines_of_json(write: Any) -> None:
+    function = {"name": "f", "arguments": {"unit": None, "x": [{"y": None}]}}
+    chat = [{**USER, "name": None}, {**CALL, "tool_calls": [{"function": function}]}]
+    _, line = csv_lines(table(messages=write(chat)), "a.csv", delimiter=",")
+    assert read_record(line) == read_record(json.dumps({"messages": chat}).encode())
+
+
 @pytest.mark.parametrize(
     "cell", ["[{'role': 'user', 'content': 'a'}\n {'role': 'assistant'}]", '[{"role": "user", "con']
 )

@@ -104,6 +104,13 @@ def test_arguments_are_written_as_json(name: str, arguments: object, written: st
         assert written in "".join(trained(name, flat))
 
 
+def test_an_argument_twice() -> None:
+    """A template that takes dicts would write the last one only."""
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1, "x": 2}'}}
+    with pytest.raises(InputError, match="the arguments of a tool call: an object has the field 'x' twice"):
+        trained("Qwen2.5", [user(1), {"role": "assistant", "tool_calls": [call]}])
+
+
 def test_calls_of_which_only_the_first_is_written() -> None:
     with pytest.raises(InputError, match="gpt-oss: does not write the tool calls in message 1"):
         trained("gpt-oss", CHATS["two calls"], tools=TOOLS)

@@ -9,12 +9,14 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ligermodels.data import json_files
 from ligermodels.data.corpus import Corpus
 from ligermodels.data.files import data_files
+from ligermodels.data.json_files import parquet_lines
 from ligermodels.data.records import read_record
 from ligermodels.data.streaming import StreamedCorpus
 from ligermodels.errors import InputError
@@ -135,6 +137,43 @@ def test_rows_of_parquet_have_no_keys_of_other_rows(tmp_path: Path) -> None:
     table, plain = Corpus([parquet(chats, tmp_path / "chats.parquet")]), Corpus([lines])
     assert b"null" not in table.read(0)[0]
     assert [read_record(table.read(i)[0]) for i in range(2)] == [read_record(plain.read(i)[0]) for i in range(2)]
+
+
+@pytest.mark.parametrize("within", ["json", "list", "large_list", "struct", "map", "list of structs"])
+def test_json_texts_of_parquet_are_decoded(tmp_path: Path, within: str) -> None:
+    """`datasets` stores objects that do not all have the same keys as JSON texts, and their nulls are the user's."""
+    pa, writer = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    objects = [{"enum": ["a", None], "default": None}, {"x": 'say "hi"\n'}, "text", 2**70]
+    kinds: dict[str, tuple[Callable[[Any], Any], Callable[[list[Any]], Any]]] = {
+        "json": (lambda text: text, lambda items: items[0]),
+        "list": (pa.list_, list),
+        "large_list": (pa.large_list, list),
+        "struct": (
+            lambda text: pa.struct([("a", text), ("b", pa.string())]),
+            lambda items: {"a": items[1], "b": items[0]},
+        ),
+        "map": (
+            lambda text: pa.map_(pa.string(), text),
+            lambda items: [(str(i), item) for i, item in enumerate(items)],
+        ),
+        "list of structs": (lambda text: pa.list_(pa.struct([("a", text)])), lambda items: [{"a": x} for x in items]),
+    }
+    kind, wrap = kinds[within]
+    values = pa.array([wrap([json.dumps(item) for item in objects]), None], kind(pa.string()))
+    table = pa.table({"id": ['"1"', "2"], "v": values.cast(kind(pa.json_()))})
+    writer.write_table(table, tmp_path / "a.parquet")
+    with open(tmp_path / "a.parquet", "rb") as content:
+        first, second = map(json.loads, parquet_lines(content, "a.parquet"))
+    wanted = {"a": objects[1], "b": json.dumps(objects[0])} if within == "struct" else wrap(objects)
+    assert first == {"id": '"1"', "v": json.loads(json.dumps(wanted))} and second == {"id": "2"}
+
+
+@pytest.mark.parametrize(("text", "problem"), [("{", "Expecting"), ('{"a": 1, "a": 2}', "has the field 'a' twice")])
+def test_json_texts_of_parquet_that_cannot_be_read(tmp_path: Path, text: str, problem: str) -> None:
+    pa, writer = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    writer.write_table(pa.table({"v": pa.array(["1", text], pa.json_())}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=rf"a\.parquet: row 2: 'v' has invalid JSON: .*{problem}"):
+        Corpus([tmp_path / "a.parquet"])
 
 
 @pytest.mark.parametrize("names", [["a.jsonl", "a.jsonl"], [".", "a.jsonl"], ["*.jsonl", "b.txt", "link.jsonl"]])

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from huggingface_hub import HfApi
 
+from ligermodels.data import converted
 from ligermodels.data.corpus import Corpus
 from ligermodels.data.hub_dataset import HubDataset
+from ligermodels.data.records import read_record
 from ligermodels.errors import HubError, InputError
 
 
@@ -82,6 +84,28 @@ def test_rows_are_fetched_once_for_a_commit(hub: dict[str, str]) -> None:
     assert texts("hf:owner/name") == ["d"]
     with pytest.raises(HubError, match=r"owner/name: download failed.*no route"):
         texts("hf:owner/name:test")
+
+
+def test_rows_of_another_version_are_not_used(hub: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as context:
+        context.setattr(converted, "VERSION", converted.VERSION - 1)
+        assert texts("hf:owner/name") == ["a", "b", "c"]
+    hub.clear()  # the hub cannot be reached
+    with pytest.raises(HubError, match=r"owner/name: download failed.*no route"):
+        texts("hf:owner/name")
+
+
+def test_turns_that_do_not_all_have_the_same_keys(hub: dict[str, str]) -> None:
+    """The package datasets stores them as JSON texts."""
+    function = {"name": "f", "arguments": {"unit": None, "x": 1}}
+    answer = {"role": "assistant", "content": 'say "hi"\n', "reasoning_content": "r"}
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+    chat = {"messages": [{"role": "user", "content": "a"}, call, answer], "tools": [{"name": "f"}, {"x": None}]}
+    other = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, answer], "tools": []}
+    lines = [json.dumps(row) for row in (chat, other)]
+    Path("owner/name/train.jsonl").write_text("\n".join(lines))
+    corpus = Corpus(["hf:owner/name"])
+    assert [read_record(corpus.read(i)[0]) for i in range(2)] == [read_record(line.encode()) for line in lines]
 
 
 def test_what_the_dataset_does_not_have_is_named(hub: dict[str, str], tmp_path: Path) -> None:

@@ -156,6 +156,20 @@ BAD: dict[str, tuple[object, str]] = {
         '{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}',
         "the field 'role' twice",
     ),
+    **{
+        f"a field twice in {name}, a string": (messages(ASSISTANT, **{name: text}), "the field 'a' twice")
+        for name, text in {
+            "messages": '[{"a": 1, "a": 2}]',
+            "tools": '[{"a": 1, "a": 2}]',
+            "functions": '[{"x": {"a": 1, "a": 2}}]',
+            "documents": '[{"a": 1, "a": 2}]',
+            "chat_template_kwargs": '{"a": 1, "a": 2}',
+        }.items()
+    },
+    "a field twice in tool_calls, a string": (
+        messages({**ASSISTANT, "tool_calls": '[{"name": "f", "name": "g"}]'}),
+        "the field 'name' twice",
+    ),
     "half a character": ('{"text": "\\uD83D"}', "surrogate pair"),
     "list": (["text"], "not an object"),
     "no text": ({"text": 5}, '"text" must be a string'),

@@ -86,9 +86,9 @@ def test_plans_that_are_written_are_trained_on() -> None:
     assert "".join(text[start:end] for start, end in spans) == '<|im_start|>I call f<|im_end|>{"x": 1}<|im_end|>'
 
 
-def read(folder: Path, template: ChatTemplate, *turns: dict[str, Any]) -> list[str]:
+def read(folder: Path, template: ChatTemplate, *turns: dict[str, Any], **more: Any) -> list[str]:
     """The warnings about a chat of these turns, read twice."""
-    line = json.dumps({"messages": turns})
+    line = json.dumps({"messages": turns, **more})
     (folder / "data.jsonl").write_text(f"{line}\n{line}")
     documents = Documents(Corpus([folder / "data.jsonl"]), tokenizer_of("qwen2.5", folder), lambda: template)
     with warnings.catch_warnings(record=True) as caught:
@@ -105,11 +105,59 @@ def test_other_fields_that_are_not_written_are_named_once(tmp_path: Path, turn: 
     fields = {"language": "English", "audience": "all", "weight": None, "empty": ""}
     turns = [{**each, **(fields if each is turn else {})} for each in (USER, ANSWER)]
     found = read(tmp_path, template_of("qwen2.5"), *turns)
-    assert found == ['qwen2.5: does not write "language", "audience" of turns: the model is trained without them']
+    words = "does not write {} of turns: the model is trained without it"
+    assert found == [f"qwen2.5: {words}".format(f'"{name}"') for name in ("language", "audience")]
     writes = ChatTemplate(template_of("qwen2.5").source + "{{ messages[0].language or messages[1].language }}")
-    assert read(tmp_path, writes, *turns) == [
-        'chat template: does not write "audience" of turns: the model is trained without them'
-    ]
+    assert read(tmp_path, writes, *turns) == [f"chat template: {words}".format('"audience"')]
+
+
+def test_each_field_is_named_once_whatever_is_beside_it(tmp_path: Path) -> None:
+    names = ["language", "created_at", "model"]
+    combinations = [[n for n in names if n != left_out] for left_out in (*names, "")] + [[name] for name in names]
+    turns = [{**ANSWER, **dict.fromkeys(fields, "v")} for fields in combinations]
+    lines = [json.dumps({"messages": [USER, turn]}) for turn in turns]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    template = template_of("qwen2.5")
+    documents = Documents(Corpus([tmp_path / "data.jsonl"]), tokenizer_of("qwen2.5", tmp_path), lambda: template)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        documents.read(range(len(lines)))
+    assert sorted(re.findall('"(.*?)"', " ".join(str(w.message) for w in caught))) == sorted(names)
+
+
+NAMES_TOOLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }} {% if m.role == 'tool' %}{{ m.name }}{% endif %} {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant  {% endif %}"
+)
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
+
+
+@pytest.mark.parametrize("of_tool", [{}, {"name": "f"}])
+def test_the_name_of_a_user_is_named_beside_that_of_a_tool(tmp_path: Path, of_tool: dict[str, str]) -> None:
+    turns = [{**USER, "name": "alice"}, CALL, {"role": "tool", "content": "3", **of_tool}, ANSWER]
+    (warning,) = read(tmp_path, ChatTemplate(NAMES_TOOLS), *turns)
+    assert 'does not write "name" of turns' in warning
+
+
+@pytest.mark.parametrize(
+    ("source", "turn", "unwritten"),
+    [
+        (NAMES_TOOLS, {**CALL, "function_calls": "f(x=1)"}, ["function_calls"]),
+        (NAMES_TOOLS.replace("{{ m.content", "{{ m.reasoning_content or m.tool_plan }} {{ m.content"),
+         {**CALL, "tool_plan": "I call f", "reasoning_content": "I call f"}, ["tool_plan"]),
+        (NAMES_TOOLS.replace("{{ m.content", "{{ m.tool_plan or m.thoughts }} {{ m.content"),
+         {**CALL, "tool_plan": "I call f", "thoughts": "I call f"}, []),
+        (NAMES_TOOLS.replace("{{ m.content", "{{ m.tool_plan or m.thoughts }} {{ m.language }} {{ m.content"),
+         {**CALL, "tool_plan": "I call f", "thoughts": "Hm", "language": "en", "model": "m"}, ["thoughts", "model"]),
+    ],
+)  # fmt: skip
+def test_fields_whose_words_are_in_the_chat_are_no_error(
+    tmp_path: Path, source: str, turn: dict[str, Any], unwritten: list[str]
+) -> None:
+    """Fields of two formats in one turn, of which the template writes one."""
+    found = read(tmp_path, ChatTemplate(source), USER, turn, {"role": "tool", "content": "3"}, ANSWER)
+    assert [re.findall('"(.*?)"', each) for each in found if " of turns: " in each] == [[each] for each in unwritten]
 
 
 def test_fields_that_link_a_result_to_its_call_are_not_named(tmp_path: Path) -> None:
@@ -120,6 +168,17 @@ def test_fields_that_link_a_result_to_its_call_are_not_named(tmp_path: Path) -> 
 
 
 WITH_REASONING = {**ANSWER, "reasoning_content": "They greet me"}
+INLINE = {**ANSWER, "content": "<think>\nThey greet me\n</think>\n\nHello"}
+WRITES = (
+    "{% for m in messages %}<|im_start|>{{ m.role }} CONTENT<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+)
+REASONS = {
+    "cuts": WRITES.replace("CONTENT", "{{ m.content.split('</think>')[-1] }}"),  # as DeepSeek-R1's
+    "asks": WRITES.replace(
+        "CONTENT", "{% if thinks and loop.last %}{{ m.reasoning_content }} {% endif %}{{ m.content }}"
+    ),
+}
 OF_THE_ASSISTANT = "does not write the reasoning of the assistant (message 1): the model is trained without it"
 OF_THE_USER = "does not write the reasoning of the user (message 0): the model is trained without it"
 REASONINGS: dict[str, tuple[str, list[dict[str, Any]], str | None]] = {
@@ -128,6 +187,13 @@ REASONINGS: dict[str, tuple[str, list[dict[str, Any]], str | None]] = {
     "of an earlier turn, by a template that writes that of the last": (
         "qwen3.5", [USER, WITH_REASONING, USER, ANSWER], None,
     ),
+    "in the content": ("qwen2.5", [USER, INLINE], None),
+    "in the content, by a template that moves it": ("qwen3.5", [USER, INLINE], None),
+    "in the content of an earlier turn": ("qwen3.5", [USER, INLINE, USER, ANSWER], None),
+    "in the content, by a template that cuts it": ("cuts", [USER, INLINE], OF_THE_ASSISTANT),
+    "an empty one in the content": ("cuts", [USER, {**ANSWER, "content": "<think>\n\n</think>Hello"}], None),
+    "of an earlier turn, by a template that writes it with a variable": ("asks", [USER, WITH_REASONING] * 2, None),
+    "of an earlier turn, without the variable": ("asks", [USER, WITH_REASONING, USER, ANSWER], OF_THE_ASSISTANT),
     "of a user": ("qwen2.5", [{**USER, "thinking": "A friend"}, ANSWER], OF_THE_USER),
     "of a user, by a template that writes the assistant's": (
         "qwen3.5", [{**USER, "reasoning": "A friend"}, ANSWER], OF_THE_USER,
@@ -139,5 +205,7 @@ REASONINGS: dict[str, tuple[str, list[dict[str, Any]], str | None]] = {
 def test_reasoning_that_is_not_written_is_named(tmp_path: Path, case: str) -> None:
     name, turns, wanted = REASONINGS[case]
     qwen3_5 = ChatTemplate((Path(__file__).parent / "templates/qwen3_5.jinja").read_text(), name="qwen3.5")
-    template = qwen3_5 if name == "qwen3.5" else template_of(name)
-    assert read(tmp_path, template, *turns) == ([] if wanted is None else [f"{name}: {wanted}"])
+    written = {"qwen3.5": qwen3_5, **{key: ChatTemplate(source, name=key) for key, source in REASONS.items()}}
+    template = written[name] if name in written else template_of(name)
+    variables = {"chat_template_kwargs": {"thinks": turns[-1] is WITH_REASONING}}
+    assert read(tmp_path, template, *turns, **variables) == ([] if wanted is None else [f"{name}: {wanted}"])
