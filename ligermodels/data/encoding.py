@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
@@ -14,11 +13,11 @@ from numpy.typing import NDArray
 
 from ligermodels.arguments import IGNORE_INDEX
 from ligermodels.data.chat import ChatTemplate, Message, covered, encode_chat
-from ligermodels.data.parts import is_filled
-from ligermodels.data.record_fields import RARE_IN_TURNS, is_cut, rare_fields
+from ligermodels.data.record_fields import is_cut
 from ligermodels.data.records import Completion, NothingToLearn, Record, read_record
 from ligermodels.data.tokenizer import Tokenizer
-from ligermodels.errors import CheckpointError, InputError, LigerModelsError
+from ligermodels.data.unwritten import check_written
+from ligermodels.errors import CheckpointError, LigerModelsError
 
 
 class Tokens(NamedTuple):
@@ -229,7 +228,7 @@ class Encoder:
             InputError: the template refuses the chat, or does not write its tools, documents, calls or plans.
             NothingToLearn: no token has a label.
         """
-        self._check_written(messages, variables)
+        check_written(self.template, messages, variables)
         ids, mask = encode_chat(messages, self.template, self.tokenizer, **variables)
         if is_cut(messages[-1]):  # The token that ends the turn is the template's, not the model's.
             end = max((i for i, is_trained in enumerate(mask) if is_trained), default=-1)
@@ -246,52 +245,9 @@ class Encoder:
         Raises:
             InputError: the template refuses the chat, or does not write its tools, documents, calls or plans.
         """
-        self._check_written(messages, variables)
+        check_written(self.template, messages, variables)
         text = self.template.render(messages, add_generation_prompt=True, **variables)
         return self.tokenizer.encode_with_offsets(text)[0]
-
-    def _check_written(self, messages: Sequence[Message], variables: dict[str, Any]) -> None:
-        """Raise ValueError if the template does not write the chat's tools or documents, or tools, calls or plans of
-        turns. Warns of other fields of turns that it does not write, once per template."""
-        rare = dict.fromkeys(name for message in messages for name in rare_fields(message))
-        named = [name for name in ("tools", "documents") if name in variables]
-        if not rare and not named:
-            return
-
-        def rendered(turns: Sequence[Message], rest: Mapping[str, Any]) -> str | None:
-            with suppress(InputError):
-                return self.template.render(turns, **rest)
-            return None  # a template that needs the field writes it
-
-        def with_only(names: Collection[str]) -> str | None:
-            """The chat without other rare fields. The name of a tool stays: it is rare in turns of other roles only."""
-            return rendered([_without(m, {*rare_fields(m)}.difference(names)) for m in messages], variables)
-
-        text = self.template.render(messages, **variables)
-        for name in named:
-            if rendered(messages, _without(variables, [name])) == text:
-                raise ValueError(
-                    f'{self.template.name}: does not write the "{name}" of the chat; give another template'
-                )
-        unwritten = list(rare)
-        if rare and with_only(()) != text:
-            unwritten = [name for name in rare if with_only(rare.keys() - {name}) == text]
-            written = rare.keys() - unwritten
-            if len(unwritten) > 1 and with_only(written) != text:  # `m.a or m.b`, with the same words in both
-                unwritten = [name for name in unwritten if with_only(written | {name}) != text]
-        for field, (usual, part) in RARE_IN_TURNS.items():
-            turns = [message for message in messages if field in unwritten and field in rare_fields(message)]
-            if not all(part and is_filled(message, part) for message in turns):
-                message = f'does not write the "{field}" of a turn; give {usual}, or another template'
-                raise ValueError(f"{self.template.name}: {message}")
-        self._warn_of_unwritten(unwritten)
-
-    def _warn_of_unwritten(self, names: Sequence[str]) -> None:
-        template = self.template
-        for name in names:
-            if ("turn", name) not in template.omitted:
-                template.omitted.add(("turn", name))
-                template.warn(f'{template.name}: does not write "{name}" of turns: the model is trained without it')
 
     def _before(self, ids: list[int]) -> list[int]:
         """The tokens that the tokenizer adds before a text, unless the text starts with them."""
@@ -305,10 +261,6 @@ class Encoder:
         last = [*ids[-1:], *after][-1:]
         is_ended = not self.eos_token_ids or (last and last[0] in self.eos_token_ids)
         return after if is_ended else [*after, self.eos_token_ids[0]]
-
-
-def _without(fields: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if key not in names}
 
 
 def _usable(template: ChatTemplate | LigerModelsError) -> ChatTemplate:
