@@ -28,7 +28,7 @@ from torch import nn
 import ligermodels as lm
 from benchmarks.cases import trees
 from benchmarks.cases.peers import FLOAT8, PROVIDERS
-from benchmarks.cases.training import WARM_UP, timed
+from benchmarks.cases.training import timed
 from benchmarks.reporting import recording
 from benchmarks.timing import measure
 from benchmarks.timing.profile import profile_of_rank
@@ -36,6 +36,7 @@ from ligermodels.parallel.memory import step_memory
 from ligermodels.training.fused_adamw import FusedAdamW
 
 OURS, PEER = "ligermodels", "transformers + liger"
+WARM_UP_TOKENS = 8192
 NAMES = (OURS, FLOAT8, PEER)
 
 
@@ -134,8 +135,21 @@ def random_experts(model: lm.CausalLM, ids: torch.Tensor) -> torch.Tensor:
     return torch.stack([score.topk(top_k).indices for score, top_k in scores], dim=2)
 
 
+def timed_once(step: trees.Step, warm_up: trees.Step) -> dict[str, Any]:
+    """Time of one step, and its peak memory.
+
+    Args:
+        step: Takes a step.
+        warm_up: Takes a short step, which compiles the kernels.
+    """
+    warm_up()
+    torch.cuda.reset_peak_memory_stats()
+    seconds, _ = trees.clocked(step)
+    return {"step_ms": seconds * 1e3, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
 def run(
-    case: Case, provider: str, steps: int, warm_up: int = WARM_UP, profiled: bool = False, balanced: bool = False
+    case: Case, provider: str, steps: int, once: bool = False, profiled: bool = False, balanced: bool = False
 ) -> dict[str, Any]:
     """The record of a case on these ranks: median step time, tokens per second and GPU, and peak memory of this rank.
 
@@ -143,7 +157,7 @@ def run(
         case: The case.
         provider: One of NAMES.
         steps: Number of timed steps.
-        warm_up: Number of steps before them.
+        once: Whether one step is timed, after one with the first `WARM_UP_TOKENS`.
         profiled: Whether one more step is profiled.
         balanced: Whether the experts of our models are chosen at random.
     """
@@ -160,7 +174,11 @@ def run(
     ids = torch.randint(vocabulary, (case.batch, case.length), device=measure.DEVICE)
     inputs = {"routing": random_experts(cast(lm.CausalLM, model), ids)} if balanced and provider != PEER else {}
     step = trees.training_step(model, optimizer, ids, ids, **inputs)
-    record = timed(step, steps, warm_up)
+    if once:
+        short = ids[:, :WARM_UP_TOKENS]
+        record = timed_once(step, trees.training_step(model, optimizer, short, short))
+    else:
+        record = timed(step, steps)
     record["balanced"] = bool(inputs)
     tokens = case.batch * case.length * world // together
     record["tokens_per_s_per_gpu"] = tokens / world / record["step_ms"] * 1e3
@@ -202,7 +220,7 @@ def as_a_rank(case: Case, provider: str, arguments: argparse.Namespace) -> None:
         torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", device))
     record: dict[str, Any] = {"case": case.name, "provider": provider, **asdict(case)}
     try:
-        record |= run(case, provider, arguments.steps, arguments.warm_up, arguments.profile, arguments.balanced)
+        record |= run(case, provider, arguments.steps, arguments.once, arguments.profile, arguments.balanced)
     except Exception as failure:  # A failing peer, out of memory for instance, is a result.
         record |= {"gpus": int(os.environ.get("WORLD_SIZE", 1)), "failed": f"{type(failure).__name__}: {failure}"[:200]}
     if int(os.environ.get("RANK", 0)) == 0:
@@ -222,7 +240,7 @@ def main() -> None:
     parser.add_argument("--gpus", nargs="+", type=int, default=[torch.cuda.device_count()], help="numbers of GPUs")
     parser.add_argument("--providers", nargs="+", default=[OURS, PEER], choices=NAMES)
     parser.add_argument("--steps", type=int, default=5, help="number of timed steps; the median counts")
-    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="number of steps before them")
+    parser.add_argument("--once", action="store_true", help="time one step, after a short one: for steps of minutes")
     parser.add_argument("--profile", action="store_true", help="profile one step, on rank 0")
     parser.add_argument("--balanced", action="store_true", help="choose experts of our models at random")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
@@ -239,8 +257,9 @@ def main() -> None:
             continue
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
         command = [sys.executable, *(torchrun if gpus > 1 else []), "-m", "benchmarks", "parallel", case.name, "--rank"]
-        command += ["--providers", provider, "--steps", str(arguments.steps), "--warm-up", str(arguments.warm_up)]
+        command += ["--providers", provider, "--steps", str(arguments.steps)]
         command += ["--profile"] * arguments.profile + ["--balanced"] * arguments.balanced
+        command += ["--once"] * arguments.once
         command += ["--out", str(arguments.out)] if arguments.out else []
         if subprocess.run(command, check=False).returncode:
             failed.append(f"{case.name}, {provider}, {gpus} GPUs")

@@ -188,15 +188,14 @@ def run(case: Case, provider: str, profiled: bool = False, steps: int = STEPS) -
     return record
 
 
-def timed(step: Callable[[], None], steps: int, warm_up: int = WARM_UP) -> dict[str, Any]:
+def timed(step: Callable[[], None], steps: int) -> dict[str, Any]:
     """Median time of steps back to back, without synchronisation in between, as in training; and peak memory.
 
     Args:
         step: Takes a step.
         steps: Number of timed steps.
-        warm_up: Number of steps before them.
     """
-    for _ in range(warm_up):
+    for _ in range(WARM_UP):
         step()
     measure.synchronize()
     torch.cuda.reset_peak_memory_stats()
