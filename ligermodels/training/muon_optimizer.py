@@ -16,11 +16,13 @@ from ligermodels.errors import InputError
 from ligermodels.models.hidden_matrices import Rows, hidden_matrices
 from ligermodels.ops.optimizer.muon import apply_update, momentum_step, newton_schulz
 from ligermodels.ops.optimizer.rounding import rounding_key
-from ligermodels.training.blockwise_state import average_of, local_tensor
+from ligermodels.training.blockwise_state import CODES, average_of, local_tensor
 from ligermodels.training.fused_adamw import FusedAdamW, shard_of
 from ligermodels.training.parameter_groups import parameter_groups
 
 AdjustLR = Literal["match_rms_adamw", "original"]
+MOMENTUM, MOMENTUM_8 = "momentum_buffer", "momentum_m5"
+"""Names in the state: torch's, and one for 8 bits, of which 5 are mantissa bits."""
 
 
 def muon(
@@ -137,7 +139,16 @@ class Muon(FusedAdamW):
     def new_state(self, parameter: Tensor, index: int) -> dict[str, Tensor]:
         if index not in self.defaults["matrices"]:
             return super().new_state(parameter, index)
-        return self.new_average("momentum_buffer", parameter)
+        return self.new_average(MOMENTUM_8 if self.defaults["state_bits"] == 8 else MOMENTUM, parameter)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As `FusedAdamW.load_state_dict`. Raises InputError also for a momentum with codes of an earlier version."""
+        super().load_state_dict(state_dict)
+        if any(MOMENTUM + CODES in state for state in self.state.values()):
+            raise InputError(
+                f"{MOMENTUM + CODES}: is a momentum in 8 bits with the codes of an earlier version; its run cannot be "
+                "continued by this one: start a new one from its weights"
+            )
 
     def step_numbers(self, group: dict[str, Any], step: int, index: int) -> tuple[float, float, float]:
         matrices = self.defaults["matrices"].get(index)
@@ -170,7 +181,7 @@ class Muon(FusedAdamW):
         shard = None if key is None else shard_of(parameter)
         direction = momentum_step(
             local_tensor(parameter.grad),
-            average_of(state, "momentum_buffer"),
+            average_of(state, MOMENTUM if MOMENTUM in state else MOMENTUM_8),
             beta=self.defaults["momentum"],
             nesterov=self.defaults["nesterov"],
             key=key,

@@ -119,8 +119,7 @@ class EagerStep:
         for part in parts:
             out = self.model(**on_device(part, self.device), **options)
             loss = out.loss if self.ranks.size == 1 else out.loss * self.ranks.size  # FSDP2 averages over ranks
-            # Not in autograd's own thread, where operations in Python cost up to a quarter of a step that the CPU bounds
-            # (docs/benchmark-log.md).
+            # Not in autograd's own thread, where operations in Python are slower (docs/benchmark-log.md).
             with torch.autograd.set_multithreading_enabled(False):
                 loss.backward()
             losses.append(out.loss.detach())

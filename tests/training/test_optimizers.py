@@ -75,7 +75,7 @@ def test_states_have_eight_bits(name: OptimizerName) -> None:
     hidden = hidden_matrices(model) if name == "muon8bit" else {}
     for p in model.parameters():
         found = {key: (x.dtype, tuple(x.shape)) for key, x in optimizer.state[p].items() if key != "step"}
-        keys = ["momentum_buffer"] if p in hidden else ["exp_avg", "exp_avg_sq"]
+        keys = ["momentum_m5"] if p in hidden else ["exp_avg", "exp_avg_sq"]
         if p.ndim == 1:
             assert found == {key: (torch.bfloat16, tuple(p.shape)) for key in keys}
         else:
@@ -118,6 +118,30 @@ def test_numbers_of_steps_may_be_plain_numbers(name: OptimizerName, number: type
     again.load_state_dict(state_dict)
     assert train(model, again, range(2, 5)) == wanted
     assert all(isinstance(state["step"], torch.Tensor) for state in again.state_dict()["state"].values())
+
+
+def test_momentum_with_the_codes_of_an_earlier_version_is_refused() -> None:
+    model = model_of()
+    optimizer = optimizer_of("muon8bit", model)
+    train(model, optimizer, range(1))
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        for part in ("codes", "scales"):
+            if f"momentum_m5_{part}" in state:
+                state[f"momentum_buffer_{part}"] = state.pop(f"momentum_m5_{part}")
+    with pytest.raises(InputError, match=r"momentum_buffer_codes: .*codes of an earlier version.*start a new one"):
+        optimizer_of("muon8bit", model).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("names", [("muon", "muon8bit"), ("muon8bit", "muon")], ids=" to ".join)
+def test_states_keep_their_bits_in_the_other_optimizer(names: tuple[OptimizerName, OptimizerName]) -> None:
+    model = model_of()
+    optimizer = optimizer_of(names[0], model)
+    train(model, optimizer, range(2))
+    other = copy.deepcopy(model)
+    again = optimizer_of(names[1], other)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert train(other, again, range(2, 4)) == train(model, optimizer, range(2, 4))
 
 
 def test_torchs_adamw_does_not_take_codes_for_moments() -> None:

@@ -9,6 +9,8 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from ligermodels.errors import InputError
 from ligermodels.ops.optimizer.blockwise import (
+    FIRST,
+    SECOND,
     Average,
     Blockwise,
     check_blockwise,
@@ -53,9 +55,9 @@ def adamw_step(
         parameter: any shape, any floating dtype, contiguous.
         gradient: its gradient, of its shape and device, any floating dtype; copied if it is not contiguous.
         exp_avg: running average of the gradient, of the parameter's shape and device, any floating dtype, contiguous;
-            or `Blockwise`, with signed codes.
+            or `Blockwise`, with the code FIRST.
         exp_avg_sq: running average of the squared gradient, of the parameter's shape and device, any floating dtype,
-            contiguous; or `Blockwise`, with unsigned codes. Both averages are tensors, or both `Blockwise`.
+            contiguous; or `Blockwise`, with the code SECOND. Both averages are tensors, or both `Blockwise`.
         step: number of this step, from 1 on.
         lr: learning rate.
         betas: decay of exp_avg and of exp_avg_sq per step.
@@ -198,8 +200,8 @@ def _step_reference(
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     g = gradient.to(dtype)
     m, v = (
-        decode(x, signed=signed).to(dtype) if isinstance(x, Blockwise) else x.to(dtype)
-        for x, signed in ((exp_avg, True), (exp_avg_sq, False))
+        decode(x, code).to(dtype) if isinstance(x, Blockwise) else x.to(dtype)
+        for x, code in ((exp_avg, FIRST), (exp_avg_sq, SECOND))
     )
     m = m.lerp(g, 1 - beta1)
     v = beta2 * v + (1 - beta2) * g * g
@@ -207,7 +209,7 @@ def _step_reference(
     generator = None if key is None else torch.Generator(p.device).manual_seed(key)
     store(parameter, p, generator, shard)
     store(exp_avg, m, generator, shard)
-    store(exp_avg_sq, v, generator, shard, signed=False)
+    store(exp_avg_sq, v, generator, shard, SECOND)
 
 
 @triton.jit
@@ -278,12 +280,10 @@ def _adamw8_step_kernel(
     b, i, inside = tile(columns, blocks, count)
     p = tl.load(parameter + i, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(gradient + i, mask=inside, other=0.0).to(tl.float32)
-    m = decode_blocks(
-        tl.load(m_codes + i, mask=inside, other=0), tl.load(m_scales + b, mask=b < count, other=0.0), SIGNED=True
-    )
-    v = decode_blocks(
-        tl.load(v_codes + i, mask=inside, other=0), tl.load(v_scales + b, mask=b < count, other=0.0), SIGNED=False
-    )
+    m, m_scale = tl.load(m_codes + i, mask=inside, other=0), tl.load(m_scales + b, mask=b < count, other=0.0)
+    v, v_scale = tl.load(v_codes + i, mask=inside, other=0), tl.load(v_scales + b, mask=b < count, other=0.0)
+    m = decode_blocks(m, m_scale, SIGNED=True, MANTISSA=3, TOP=61439.0)
+    v = decode_blocks(v, v_scale, SIGNED=False, MANTISSA=3, TOP=4026531840.0)
     m = tl.where(inside, m + (1.0 - beta1) * (g - m), 0.0)
     v = tl.where(inside, beta2 * v + (1.0 - beta2) * g * g, 0.0)
     p = p * keep - step_size * m / (tl.sqrt(v) / root + eps)
@@ -291,9 +291,9 @@ def _adamw8_step_kernel(
     if STOCHASTIC and parameter.dtype.element_ty == tl.bfloat16:
         p = rounded(p, words >> 16)
     tl.store(parameter + i, p.to(parameter.dtype.element_ty), mask=inside)
-    codes, scales = encode_blocks(m, (words >> 8) & 0xFF, SIGNED=True, STOCHASTIC=STOCHASTIC)
+    codes, scales = encode_blocks(m, words >> 8 & 0xFF, True, MANTISSA=3, TOP=61439.0, STOCHASTIC=STOCHASTIC)
     tl.store(m_codes + i, codes.to(tl.uint8), mask=inside)
     tl.store(m_scales + b, scales, mask=b < count)
-    codes, scales = encode_blocks(v, words & 0xFF, SIGNED=False, STOCHASTIC=STOCHASTIC)
+    codes, scales = encode_blocks(v, words & 0xFF, False, MANTISSA=3, TOP=4026531840.0, STOCHASTIC=STOCHASTIC)
     tl.store(v_codes + i, codes.to(tl.uint8), mask=inside)
     tl.store(v_scales + b, scales, mask=b < count)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.optimizer.blockwise import (
+    MOMENTUM,
     Average,
     check_blockwise,
     decode,
@@ -69,8 +70,8 @@ def momentum_step(
 
     Args:
         gradient: any shape, any floating dtype; copied if it is not contiguous.
-        momentum: running average, of the gradient's shape and device, any floating dtype, or `Blockwise` with signed
-            codes; contiguous.
+        momentum: running average, of the gradient's shape and device, any floating dtype, or `Blockwise` with the
+            code MOMENTUM; contiguous.
         beta: decay of the average per step.
         nesterov: return gradient + beta (average - gradient). Default: True; False returns the average.
         key: `Blockwise`: key of stochastic rounding, an int or a tensor int64 (2,) of it and a number that is not read;
@@ -99,9 +100,9 @@ def momentum_step(
             launch_blocks(_momentum8_kernel, "momentum_step", tensors, (beta, float(nesterov)), key, shard)
         return direction
     g = gradient.float()
-    m = decode(momentum, signed=True).lerp(g, 1 - beta)
+    m = decode(momentum, MOMENTUM).lerp(g, 1 - beta)
     generator = None if key is None else torch.Generator(g.device).manual_seed(_int(key))
-    store(momentum, m, generator, shard)
+    store(momentum, m, generator, shard, MOMENTUM)
     return (g.lerp(m, beta) if nesterov else m).to(gradient.dtype)
 
 
@@ -171,14 +172,13 @@ def _momentum8_kernel(
         key = tl.load(key)
     b, i, inside = tile(columns, blocks, count)
     g = tl.load(gradient + i, mask=inside, other=0.0).to(tl.float32)
-    m = decode_blocks(
-        tl.load(codes + i, mask=inside, other=0), tl.load(scales + b, mask=b < count, other=0.0), SIGNED=True
-    )
+    m, scale = tl.load(codes + i, mask=inside, other=0), tl.load(scales + b, mask=b < count, other=0.0)
+    m = decode_blocks(m, scale, SIGNED=True, MANTISSA=5, TOP=14.75)
     m = tl.where(inside, m + (1.0 - beta) * (g - m), 0.0)
     ahead = tl.where(nesterov > 0.5, g + beta * (m - g), m)
     tl.store(direction + i, ahead.to(direction.dtype.element_ty), mask=inside)
     words = tile_words(key, b, size, first, apart, STOCHASTIC)
-    m_codes, m_scales = encode_blocks(m, (words >> 8) & 0xFF, SIGNED=True, STOCHASTIC=STOCHASTIC)
+    m_codes, m_scales = encode_blocks(m, words >> 8 & 0xFF, True, MANTISSA=5, TOP=14.75, STOCHASTIC=STOCHASTIC)
     tl.store(codes + i, m_codes.to(tl.uint8), mask=inside)
     tl.store(scales + b, m_scales, mask=b < count)
 
