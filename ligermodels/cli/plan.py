@@ -74,7 +74,8 @@ def plan(
     fastest = rows[0]
     degrees = [name for name in DEGREES if name in DEGREES[:2] or any(row[name] > 1 for row in rows)]
     columns = [*degrees, "checkpointing", "micro-batch", "memory", "states", "activations"]
-    columns += ["host memory"] * any(row["host_bytes"] for row in rows) + ["tokens/s"]
+    columns += ["host memory"] * any(row["host_bytes"] for row in rows)
+    columns += ["waiting"] * (gpus > 1) + ["tokens/s"]
     show_table(columns, [_row(row, columns) for row in rows], numbers=range(len(columns)))
     flags = f"--batch-tokens {tokens} --seq-len {seq_len}"
     chosen = {
@@ -89,7 +90,7 @@ def plan(
     flags += " --optimizer-in-bwd" * optimizer_in_bwd
     say(f"fastest by the arithmetic: {_command(checkpoint, fastest, flags, gpus, gpus_per_host)}")
     model.activation_checkpointing = plans[0].activation_checkpointing
-    _say_memory_of(model, plans[0], seq_len, size, states)
+    _say_memory_of(model, plans[0], tokens, seq_len, size, states)
 
 
 def _check_gpus(gpus: int, gpus_per_host: int, reduce_dtype: str | None) -> None:
@@ -100,9 +101,11 @@ def _check_gpus(gpus: int, gpus_per_host: int, reduce_dtype: str | None) -> None
         raise typer.BadParameter("is for several GPUs", param_hint="--reduce-dtype")
 
 
-def _say_memory_of(model: CausalLM, plan: Candidate, seq_len: int, memory: int, states: dict[str, Any]) -> None:
-    """Print the memory of the fastest plan in its worst case, and without resharding if that fits. The model has the
-    plan's activation checkpointing."""
+def _say_memory_of(
+    model: CausalLM, plan: Candidate, tokens: int, seq_len: int, memory: int, states: dict[str, Any]
+) -> None:
+    """Print the memory of the fastest plan in its worst case, and memory and speed without resharding if that fits. The
+    model has the plan's activation checkpointing."""
     from ligermodels.parallel.advice import RESERVED, memory_of
 
     if plan.degrees.expert > 1:
@@ -111,7 +114,11 @@ def _say_memory_of(model: CausalLM, plan: Candidate, seq_len: int, memory: int, 
     if plan.degrees.shard * plan.degrees.context > 1:
         kept = memory_of(model, plan, seq_len, reshard_after_forward=False, **states).total
         if kept <= memory * (1 - RESERVED):
-            say(f"--no-reshard-after-forward gathers each block once a step instead of twice: {readable_bytes(kept)}")
+            speed = f"{tokens / plan.cost_gathered_once.seconds:,.0f} tokens/s"
+            say(
+                "--no-reshard-after-forward gathers each block once a step instead of twice: "
+                f"{readable_bytes(kept)}, {speed}"
+            )
 
 
 def _prepare(model: CausalLM, lora_rank: int | None, lora_targets: list[str], quantize: QuantizedFormat | None) -> None:
@@ -169,6 +176,9 @@ def _facts(plan: Any, tokens: int, seq_len: int) -> dict[str, Any]:
         "sent_bytes": dict(cost.sent),
         "step_s": cost.seconds,
         "compute_s": cost.compute_s,
+        "exposed_s": cost.exposed_s,
+        "update_s": cost.update_s,
+        "launch_s": cost.launch_s,
         "tokens_per_s": tokens / cost.seconds,
     }
 
@@ -183,6 +193,7 @@ def _row(facts: dict[str, Any], columns: list[str]) -> tuple[str, ...]:
         "states": readable_bytes(states),
         "activations": readable_bytes(facts["activations_bytes"]),
         "host memory": readable_bytes(facts["host_bytes"]),
+        "waiting": f"{facts['exposed_s'] / facts['step_s']:.0%}",
         "tokens/s": f"{facts['tokens_per_s']:,.0f}",
     }
     return tuple(cells[name] for name in columns)

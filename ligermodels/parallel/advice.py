@@ -56,6 +56,7 @@ class Candidate:
         micro_batch: sequences per forward pass of each group of `context` x `tensor` ranks.
         memory: memory of each GPU; with expert parallelism, at an expert load of EXPERT_LOAD.
         cost: operations, communication and time of an optimizer step.
+        cost_gathered_once: the same if blocks stay gathered after their forward pass (`reshard_after_forward=False`).
     """
 
     degrees: Degrees
@@ -63,6 +64,7 @@ class Candidate:
     micro_batch: int
     memory: StepMemory
     cost: StepCost
+    cost_gathered_once: StepCost
 
 
 def candidates(
@@ -129,16 +131,20 @@ def candidates(
                 divisions = list(_divisions(model, ranks, context, tensor))
                 fitting = _largest_that_fit(model, usable, sequences, seq_len, divisions, states)
                 for degrees, (micro, needed) in fitting.items():
-                    cost = step_cost(
-                        size,
-                        micro * seq_len,
-                        seq_len,
-                        degrees._asdict(),
-                        passes=sequences // micro,
-                        activation_checkpointing=mode,
-                        hardware=hardware,
+                    twice, once = (
+                        step_cost(
+                            size,
+                            micro * seq_len,
+                            seq_len,
+                            degrees._asdict(),
+                            passes=sequences // micro,
+                            activation_checkpointing=mode,
+                            reshard_after_forward=reshard,
+                            hardware=hardware,
+                        )
+                        for reshard in (True, False)
                     )
-                    plans.append(Candidate(degrees, mode, micro, needed, cost))
+                    plans.append(Candidate(degrees, mode, micro, needed, twice, once))
             if plans:
                 break
         if not plans:

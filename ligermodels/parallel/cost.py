@@ -2,180 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import nn
+from typing import NamedTuple
 
 from ligermodels.errors import InputError
-from ligermodels.layers import BlockConfig
-from ligermodels.models.causal_lm import CausalLM
-from ligermodels.parallel.expert import mixtures, of_experts
-from ligermodels.parallel.plan import DtypeName
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """Speed of a GPU and its links that training steps reach; data sheets have higher numbers.
-
-    The defaults are for an H200 with NVLink and one 400 Gb/s network adapter per GPU.
-
-    Args:
-        flops: operations per second in bfloat16 matrix products.
-        host_bandwidth: bytes per second that a GPU sends within its host (NVLink).
-        network_bandwidth: bytes per second that a GPU sends to other hosts.
-        gpus_per_host: GPUs in a host.
-        memory_bandwidth: bytes per second that a GPU copies to or from its host's memory (PCIe 5).
-    """
-
-    flops: float = 600e12
-    host_bandwidth: float = 350e9
-    network_bandwidth: float = 45e9
-    gpus_per_host: int = 8
-    memory_bandwidth: float = 50e9
-
-    def bandwidth(self, ranks: int, stride: int) -> float:
-        """Bytes per second of a collective of `ranks` GPUs, with `stride` between neighbours.
-
-        Between hosts, data crosses the network once for all members in a host, over all of their adapters.
-        """
-        if ranks * stride <= self.gpus_per_host:
-            return self.host_bandwidth
-        return min(self.host_bandwidth, self.network_bandwidth * max(1, self.gpus_per_host // stride))
-
-    def exchange_s(self, sent: float, ranks: int, stride: int) -> float:
-        """Seconds of an all-to-all. Each GPU sends data for other hosts over its own adapter.
-
-        Args:
-            sent: bytes that a GPU sends, in equal parts to all others.
-            ranks: number of GPUs.
-            stride: distance between neighbours.
-        """
-        if ranks == 1:
-            return 0.0
-        near = min(ranks, max(1, self.gpus_per_host // stride))
-        beyond = sent * (ranks - near) / (ranks - 1)
-        return max((sent - beyond) / self.host_bandwidth, beyond / self.network_bandwidth)
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """Sizes of a model that determine the cost of a step.
-
-    Args:
-        weights: bytes of all parameters.
-        gradients: bytes of the gradients of the trained parameters, as ranks sum them.
-        used: elements of parameters that a token is multiplied by.
-        trained: elements among these that are trained.
-        attention: channels of the query heads, summed over all layers.
-        num_layers: number of layers.
-        hidden_size: channels of the hidden states.
-        itemsize: bytes of an element of the activations.
-        keys_values: channels of keys and values, summed over all layers.
-        experts: bytes of experts that can be spread over ranks, included in `weights`.
-        expert_gradients: bytes of gradients of trained experts that can be spread over ranks, included in `gradients`.
-        routed: experts per token, of each layer with experts.
-        gathered: output channels that tensor parallelism gathers, summed over all layers.
-    """
-
-    weights: float
-    gradients: float
-    used: float
-    trained: float
-    attention: int
-    num_layers: int
-    hidden_size: int
-    itemsize: int = 2
-    keys_values: int = 0
-    experts: float = 0
-    expert_gradients: float = 0
-    routed: tuple[int, ...] = ()
-    gathered: int = 0
-
-    @classmethod
-    def of(cls, model: CausalLM, reduce_dtype: DtypeName | None = None) -> ModelSize:
-        """The sizes of a model on any device, the meta device included. `reduce_dtype`: as in `ParallelPlan`."""
-        itemsize = None if reduce_dtype is None else getattr(torch, reduce_dtype).itemsize
-
-        def gradients(parameters: Iterable[nn.Parameter]) -> int:
-            return sum(p.numel() * (itemsize or p.itemsize) for p in parameters if p.requires_grad)
-
-        counts = _multiplied(model)
-        parameters = list(model.parameters())
-        sizes = [block.info() for block in model.config.blocks]
-        experts = [p for _, mixture in mixtures(model) for p in of_experts(mixture).values()]
-        return cls(
-            weights=_bytes(parameters),
-            gradients=gradients(parameters),
-            used=sum(count for _, count in counts),
-            trained=sum(count for p, count in counts if p.requires_grad),
-            attention=sum(info.get("heads", 0) * info.get("head_dim", 0) for info in sizes),
-            num_layers=len(model.config.blocks),
-            hidden_size=model.config.hidden_size,
-            itemsize=model.dtype.itemsize,
-            keys_values=sum(2 * info.get("kv_heads", 0) * info.get("head_dim", 0) for info in sizes),
-            experts=_bytes(experts),
-            expert_gradients=gradients(experts),
-            gathered=sum(linear.out_features for linear in gathered_linears(model)),
-            routed=tuple(info["experts_per_token"] for info in sizes if "experts_per_token" in info),
-        )
-
-
-def _multiplied(model: CausalLM) -> list[tuple[nn.Parameter, float]]:
-    """Each parameter that tokens are multiplied by, and how many of its elements a token meets.
-
-    The embedding is only looked up, unless the head shares it. Of stacked experts a token meets a fraction.
-    """
-    in_blocks = [
-        (p, p.numel() * (_share_used(config) if p.ndim == 3 else 1.0))
-        for block, config in zip(model.decoder.blocks, model.config.blocks, strict=True)
-        for p in block.parameters()
-    ]
-    looked_up = {id(p) for p in model.decoder.embed.parameters()} - {id(p) for p in model.head.parameters()}
-    skipped = looked_up | {id(p) for p, _ in in_blocks}
-    return in_blocks + [(p, float(p.numel())) for p in model.parameters() if id(p) not in skipped]
-
-
-def _bytes(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(p.nbytes for p in parameters)
-
-
-def gathered_linears(model: nn.Module) -> Iterator[Any]:
-    """Linear layers with outputs that tensor parallelism gathers."""
-    for module in model.modules():
-        for name, rule in getattr(type(module), "tensor_parallel", {}).items():
-            if rule == "columns_to_all":
-                yield getattr(module, name)
-
-
-def _share_used(block: BlockConfig) -> float:
-    """Fraction of a mixture's experts that a token is sent to; 1 for other feed-forward layers."""
-    info = block.info()
-    return float(info["experts_per_token"] / info["experts"]) if "experts" in info else 1.0
+from ligermodels.parallel.hardware import Hardware
+from ligermodels.parallel.model_size import ModelSize
 
 
 @dataclass(frozen=True)
 class StepCost:
     """Cost of an optimizer step for each GPU.
 
-    Gathering parameters, summing gradients and copies between GPU and host overlap with the computation. Exchanges of
-    tensor, context and expert parallelism do not.
+    Gathering parameters and summing gradients overlap with the computation, which they make slower. Copies between GPU
+    and host overlap with all of it, and so does the work of the CPU. Exchanges of tensor, context and expert
+    parallelism do not overlap.
 
     Args:
         flops: operations.
         sent: degree of the plan -> bytes that a GPU sends for it.
-        compute_s: seconds of the computation.
+        compute_s: seconds of the computation alone.
         sent_s: degree of the plan -> seconds of its communication.
+        contention: seconds that computation takes longer for each second of communication beside it.
         copied_s: seconds of the copies to and from host memory.
+        packed_s: seconds of FSDP2's copies into and out of its buffers.
+        update_s: seconds of the optimizer.
+        launch_s: seconds of the CPU to launch all kernels; 0 on one GPU, where `train` launches short steps as one.
     """
 
     flops: float
     sent: Mapping[str, float]
     compute_s: float
     sent_s: Mapping[str, float]
+    contention: float = 0.0
     copied_s: float = 0.0
+    packed_s: float = 0.0
+    update_s: float = 0.0
+    launch_s: float = 0.0
 
     @property
     def overlapped_s(self) -> float:
@@ -183,15 +47,25 @@ class StepCost:
         return self.sent_s["shard"] + self.sent_s["replicate"]
 
     @property
+    def exposed_s(self) -> float:
+        """Seconds in which a GPU waits for communication."""
+        return sum(self.sent_s[name] for name in EXPOSED) + max(0.0, self.overlapped_s - self.compute_s)
+
+    @property
     def seconds(self) -> float:
         """Seconds of the whole step."""
-        return max(self.compute_s, self.overlapped_s, self.copied_s) + sum(self.sent_s[name] for name in EXPOSED)
+        slower = self.contention * min(self.overlapped_s, self.compute_s)
+        gpu_s = self.compute_s + slower + self.packed_s + self.update_s + self.exposed_s
+        return max(gpu_s, self.copied_s, self.launch_s)
 
 
 EXPOSED = ("tensor", "context", "expert")
 """Degrees with communication that the GPU waits for."""
-KNOWN = ("replicate", "shard", "context", "tensor", "expert")
-"""Degrees of a plan that `step_cost` supports."""
+EXPERT_PASSES = 16
+"""How often a channel of a token's experts is read or written in both passes, beside dense products' rate: fitted to
+recorded steps of Qwen3-30B-A3B and Mixtral."""
+UPDATE_PASSES = 7
+"""AdamW reads a parameter, its gradient and two moments, and writes all but the gradient."""
 
 
 def step_cost(
@@ -202,6 +76,7 @@ def step_cost(
     *,
     passes: int = 1,
     activation_checkpointing: str = "none",
+    reshard_after_forward: bool = True,
     hardware: Hardware | None = None,
 ) -> StepCost:
     """The cost of an optimizer step.
@@ -210,7 +85,8 @@ def step_cost(
     of its input; a trained element costs 2 more. A token attends to seq_len / 2 tokens on average, which costs
     2 * seq_len operations per channel of the query heads, and 3.5 times as much for both passes (Dao, 2023,
     https://arxiv.org/abs/2307.08691). "full" and "offload" checkpointing add a forward pass; "selective" repeats no
-    large product. "offload" also copies the input of each block to host memory and back, beside the computation.
+    large product. "offload" also copies the input of each block to host memory and back, beside the computation. The
+    rows of a token's experts are also read and written (EXPERT_PASSES). The optimizer is AdamW.
 
     Communication: a ring of n ranks sends (n - 1) / n of the bytes for a gather or a scatter, and twice as much for a
     sum on all ranks. FSDP2 gathers parameters for the forward and the backward pass. Experts on `expert` ranks are
@@ -226,51 +102,124 @@ def step_cost(
         degrees: degrees of a `ParallelPlan`: "replicate", "shard", "context", "tensor", "expert"; 1 by default.
         passes: forward passes per optimizer step.
         activation_checkpointing: "none", "selective", "full" or "offload".
+        reshard_after_forward: whether blocks are gathered again for the backward pass, as in `ParallelPlan`.
         hardware: speed of a GPU and its links; by default an H200.
 
     Raises:
         InputError: a number below 1, an unknown degree, or an `expert` that does not divide shard x context.
     """
     hardware = hardware or Hardware()
-    for name, number in (("tokens", tokens), ("seq_len", seq_len), ("passes", passes), *degrees.items()):
+    for name, number in (("tokens", tokens), ("seq_len", seq_len), ("passes", passes)):
         if number < 1:
             raise InputError(f"{name}: must be at least 1, got {number}")
-    for name, number in degrees.items():
-        if number > 1 and name not in KNOWN:
-            raise InputError(f"{name}: the cost of this degree is not known; known are {', '.join(KNOWN)}")
-    replicate, shard, context, tensor, expert = (degrees.get(name, 1) for name in KNOWN)
-    divided = shard * context  # FSDP2 shards over these ranks
-    if divided % expert:
-        raise InputError(f"expert: {expert} does not divide the {divided} ranks (shard x context)")
+    ranks = _Ranks.of(degrees)
+    width = ranks.context * ranks.tensor  # GPUs of a forward pass
     repeated = 1 + (activation_checkpointing in ("full", "offload"))
     attention = 2.0 * seq_len * size.attention
     per_token = 2 * size.used * (repeated + 1) + 2 * size.trained + attention * (repeated + 2.5)
-    flops = passes * tokens * per_token / (tensor * context)
-    expert_weights, expert_gradients = (size.experts, size.expert_gradients) if expert > 1 else (0, 0)
-    weights, gradients = (size.weights - expert_weights) / tensor, (size.gradients - expert_gradients) / tensor
-    own_weights, own_gradients = expert_weights / expert, expert_gradients / expert
-    activations = tokens * size.hidden_size * size.itemsize * size.num_layers
-    gathered = tokens * size.gathered * size.itemsize
-    routed = tokens / context * sum(_ranks_reached(expert, k) for k in size.routed) * size.hidden_size * size.itemsize
+    flops = passes * tokens * per_token / width
+    rows = passes * tokens * size.expert_channels * size.itemsize * EXPERT_PASSES / width
+    inputs = tokens * size.hidden_size * size.itemsize  # bytes of a layer's inputs
+    copied = passes * 2 * size.num_layers * inputs / width if activation_checkpointing == "offload" else 0
+    sums = 4 * size.num_layers * inputs + tokens * size.gathered * size.itemsize
+    keys_values = tokens * size.keys_values * size.itemsize
+    routed = sum(_ranks_reached(ranks.expert, top_k) for top_k in size.routed)
     exchanges = 4 + (activation_checkpointing != "none")  # to the experts and back, in each pass
-    sharded = passes * (2 * weights + gradients) * _ring(divided)
-    own_sharded = passes * (2 * own_weights + own_gradients) * _ring(divided // expert)
+    gathers = 1 + reshard_after_forward
+    shards = {unit: passes * unit.moved(gathers) * _ring(unit.ranks) for unit in ranks.units(size)}
     sent = {
-        "replicate": passes * 2 * (gradients + own_gradients * expert) / divided * _ring(replicate),
-        "shard": sharded + own_sharded,
+        "replicate": passes * 2 * sum(unit.gradients / unit.ranks for unit in shards) * _ring(ranks.replicate),
+        "shard": sum(shards.values()),
         # keys and values in the forward pass, and their gradients
-        "context": passes * (repeated + 1) * tokens * size.keys_values / tensor * size.itemsize * _ring(context),
+        "context": passes * (repeated + 1) * keys_values / ranks.tensor * _ring(ranks.context),
         # two sums in a block's forward pass and two in its backward pass; gathered outputs and their gradients
-        "tensor": passes * (repeated + 1) * (4 * activations + gathered) / context * _ring(tensor),
-        "expert": passes * exchanges * routed,
+        "tensor": passes * (repeated + 1) * sums / ranks.context * _ring(ranks.tensor),
+        "expert": passes * exchanges * inputs / ranks.context * routed,
     }
-    groups = {"tensor": (tensor, 1), "context": (context, tensor), "replicate": (replicate, tensor * divided)}
-    sent_s = {name: sent[name] / hardware.bandwidth(*group) for name, group in groups.items()}
-    sent_s["shard"] = sharded / hardware.bandwidth(divided, tensor)
-    sent_s["shard"] += own_sharded / hardware.bandwidth(divided // expert, tensor * expert)
-    sent_s["expert"] = hardware.exchange_s(sent["expert"], expert, tensor)
-    copied = passes * 2 * activations / (tensor * context) if activation_checkpointing == "offload" else 0
-    return StepCost(flops, sent, flops / hardware.flops, sent_s, copied / hardware.memory_bandwidth)
+    sent_s = {
+        name: sent[name] / hardware.bandwidth(number, stride) for name, (number, stride) in ranks.collectives().items()
+    }
+    sent_s["shard"] = sum(moved / hardware.bandwidth(unit.ranks, unit.stride) for unit, moved in shards.items())
+    sent_s["expert"] = hardware.exchange_s(sent["expert"], ranks.expert, ranks.tensor)
+    packed = sum(unit.moved(gathers) for unit in shards if unit.ranks * ranks.replicate > 1)
+    return StepCost(
+        flops,
+        sent,
+        compute_s=flops / hardware.flops + rows / hardware.memory_bandwidth,
+        sent_s=sent_s,
+        contention=hardware.contention,
+        copied_s=copied / hardware.host_memory_bandwidth,
+        packed_s=passes * 2 * packed / hardware.memory_bandwidth,  # read and written
+        update_s=UPDATE_PASSES * size.updated / (ranks.divided * ranks.tensor) / hardware.memory_bandwidth,
+        launch_s=passes * ranks.launches(size) * hardware.launch_s * (repeated + 2) / 3,  # backward: two thirds
+    )
+
+
+class _Unit(NamedTuple):
+    """Parameters that FSDP2 shards over the same ranks.
+
+    weights, gradients: bytes of them on one rank while they are gathered.
+    ranks: number of ranks.
+    stride: distance between neighbours.
+    """
+
+    weights: float
+    gradients: float
+    ranks: int
+    stride: int
+
+    def moved(self, gathers: int) -> float:
+        """Bytes that FSDP2 gathers and reduces in both passes. `gathers`: times that it gathers the weights."""
+        return gathers * self.weights + self.gradients
+
+
+class _Ranks(NamedTuple):
+    """Degrees of a plan."""
+
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    @classmethod
+    def of(cls, degrees: Mapping[str, int]) -> _Ranks:
+        """The degrees; raises InputError as `step_cost`."""
+        for name, number in degrees.items():
+            if number < 1:
+                raise InputError(f"{name}: must be at least 1, got {number}")
+            if number > 1 and name not in cls._fields:
+                raise InputError(f"{name}: the cost of this degree is not known; known are {', '.join(cls._fields)}")
+        ranks = cls(**{name: number for name, number in degrees.items() if name in cls._fields})
+        if ranks.divided % ranks.expert:
+            raise InputError(f"expert: {ranks.expert} does not divide the {ranks.divided} ranks (shard x context)")
+        return ranks
+
+    @property
+    def divided(self) -> int:
+        """Ranks over which FSDP2 shards."""
+        return self.shard * self.context
+
+    def units(self, size: ModelSize) -> tuple[_Unit, _Unit]:
+        """The parameters of a model on a rank: those of experts that are spread over ranks, and the others."""
+        weights, gradients = (size.experts, size.expert_gradients) if self.expert > 1 else (0, 0)
+        others = (size.weights - weights) / self.tensor, (size.gradients - gradients) / self.tensor
+        own = weights / self.expert, gradients / self.expert
+        return _Unit(*own, self.divided // self.expert, self.tensor * self.expert), _Unit(
+            *others, self.divided, self.tensor
+        )
+
+    def collectives(self) -> dict[str, tuple[int, int]]:
+        """Ranks of a collective of each kind, and the distance between neighbours."""
+        replicas = self.replicate, self.tensor * self.divided
+        return {"tensor": (self.tensor, 1), "context": (self.context, self.tensor), "replicate": replicas}
+
+    def launches(self, size: ModelSize) -> int:
+        """How often a pass takes the time `Hardware.launch_s`; 0 on one GPU, where `train` records short steps."""
+        if self.replicate * self.divided * self.tensor == 1:
+            return 0
+        sharded = self.replicate * self.divided > 1
+        return size.num_layers * (1 + sharded) + len(size.routed) * (1 + (self.expert > 1))
 
 
 def _ring(ranks: int) -> float:

@@ -33,7 +33,7 @@ from ligermodels.ops.linear_attention import delta_channels
 from ligermodels.ops.runtime.library import host_code
 from ligermodels.parallel import trace
 from ligermodels.parallel.advice import RESERVED, _divisors, candidates
-from ligermodels.parallel.cost import Hardware, ModelSize, step_cost
+from ligermodels.parallel.cost import Hardware, ModelSize
 from ligermodels.parallel.expert import mixtures
 from ligermodels.parallel.memory import step_memory
 from ligermodels.parallel.tensor import check_tensor_parallel, tensor_part
@@ -377,82 +377,15 @@ def test_experts_and_projections_are_divided() -> None:
     assert all(p.is_meta and p.grad is None for p in model.parameters())
 
 
-def test_costs_by_hand() -> None:
-    """Of a model of one layer's size: 100 parameters, 10 tokens of a sequence of 4."""
-    size = ModelSize(weights=200, gradients=200, used=100, trained=100, attention=6, num_layers=2, hidden_size=5)
-    hardware = Hardware(flops=1e3, host_bandwidth=100, network_bandwidth=10, gpus_per_host=4)
-    one = step_cost(size, 10, 4, {}, hardware=hardware)
-    assert one.flops == 10 * (6 * 100 + 3.5 * 2 * 4 * 6)
-    assert set(one.sent.values()) == {0}
-    assert one.seconds == pytest.approx(one.flops / 1e3)
-    full = step_cost(size, 10, 4, {}, passes=3, activation_checkpointing="full", hardware=hardware)
-    assert full.flops == 3 * 10 * (8 * 100 + 4.5 * 2 * 4 * 6)
-    slow = replace(hardware, memory_bandwidth=10)  # both ways, of 2 layers
-    offloaded = step_cost(size, 10, 4, {"context": 2}, passes=3, activation_checkpointing="offload", hardware=slow)
-    assert offloaded.flops == full.flops / 2 and offloaded.copied_s == 3 * 2 * (10 * 5 * 2 * 2) / 2 / 10
-    assert offloaded.seconds == pytest.approx(max(offloaded.compute_s, 60.0))
-    assert full.copied_s == 0
-    several = step_cost(size, 10, 4, {"replicate": 4, "shard": 2, "tensor": 2}, hardware=hardware)
-    assert several.flops == one.flops / 2
-    assert several.sent == {
-        "shard": 3 * 100 / 2,
-        "replicate": 2 * 50 * 3 / 4,
-        "context": 0,
-        "tensor": 4 * 2 * (10 * 5 * 2 * 2) / 2,
-        "expert": 0,
-    }
-    # four neighbours are within a host, all sixteen are not
-    assert several.sent_s == {"shard": 1.5, "replicate": 7.5, "context": 0.0, "tensor": 8.0, "expert": 0.0}
-    assert several.seconds == pytest.approx(max(several.compute_s, 9.0) + 8.0)
-    divided = step_cost(replace(size, keys_values=8), 10, 4, {"shard": 2, "context": 2}, hardware=hardware)
-    assert divided.flops == one.flops / 2
-    exchanged = {"context": 2 * 10 * 8 * 2 / 2, "tensor": 0, "expert": 0}
-    assert divided.sent == {"shard": 3 * 200 * 3 / 4, "replicate": 0, **exchanged}
-    assert divided.seconds == pytest.approx(max(divided.compute_s, 4.5) + 1.6)
-    gathered = step_cost(replace(size, gathered=30), 10, 4, {"tensor": 2}, hardware=hardware)
-    assert gathered.sent["tensor"] == several.sent["tensor"] + 2 * 10 * 30 * 2 / 2
-    # Of 200 bytes 80 of experts. In one layer a token goes to all 6 ranks, in the other to the rank of its one expert.
-    mixture = replace(size, experts=80, expert_gradients=80, routed=(6, 1))
-    spread = step_cost(mixture, 12, 4, {"shard": 12, "expert": 6, "replicate": 2}, hardware=hardware)
-    assert spread.sent["shard"] == pytest.approx(3 * 120 * 11 / 12 + 3 * (80 / 6) / 2)
-    assert spread.sent["replicate"] == pytest.approx(2 * (120 / 12 + 80 / 12) / 2)
-    assert spread.sent["expert"] == pytest.approx(4 * (12 * 5 * 2) * (5 + 5 / 6))
-    # 3 of 5 are in the host of 4; the ring of 12 crosses by 4 adapters, that of every sixth by one.
-    assert spread.sent_s["expert"] == pytest.approx(max(2800 * 3 / 5 / 100, 2800 * 2 / 5 / 10))
-    assert spread.sent_s["shard"] == pytest.approx(330 / 40 + 20 / 10)
-    again = step_cost(mixture, 12, 4, {"shard": 6, "expert": 6}, activation_checkpointing="full", hardware=hardware)
-    assert again.sent["expert"] == pytest.approx(spread.sent["expert"] * 5 / 4)
-    assert step_cost(mixture, 10, 4, {"shard": 2}).sent == step_cost(size, 10, 4, {"shard": 2}).sent
-    with pytest.raises(InputError, match=r"expert: 2 does not divide the 1 ranks"):
-        step_cost(mixture, 10, 4, {"expert": 2})
-    with pytest.raises(InputError, match="pipeline: the cost"):
-        step_cost(size, 10, 4, {"pipeline": 2})
-    with pytest.raises(InputError, match="tokens"):
-        step_cost(size, 0, 4, {})
-
-
-def test_a_model_is_multiplied_by_its_matrices_and_by_the_experts_that_are_chosen() -> None:
-    model = on_meta({**BASE, "model_type": "llama", "tie_word_embeddings": False})
-    assert ModelSize.of(model).used == sum(p.numel() for p in model.parameters()) - model.decoder.embed.weight.numel()
-    tied = on_meta({**BASE, "model_type": "llama", "tie_word_embeddings": True})
-    assert ModelSize.of(tied).used == sum(p.numel() for p in tied.parameters())
-    assert ModelSize.of(on_meta(CONFIGS["qwen3_5_text"])).gathered == 3 * 136 and ModelSize.of(tied).gathered == 0
-    mixture = on_meta({**BASE, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2})
-    experts = sum(p.numel() for p in mixture.parameters() if p.ndim == 3)
-    others = sum(p.numel() for p in mixture.parameters() if p.ndim < 3) - mixture.decoder.embed.weight.numel()
-    assert ModelSize.of(mixture).used == others + experts / 2
-    lm.add_lora(model, 3)
-    size = ModelSize.of(model)
-    assert size.trained == sum(p.numel() for p in model.parameters() if p.requires_grad) < size.used / 2
-
-
 def test_the_plans_that_fit() -> None:
     model = on_meta(MODELS["llama-3.2-1b"])
     found = candidates(model, 4, int(24e9), 4 * 8 * 2048, 2048)
     assert all(each.memory.total < 24e9 for each in found)
     assert {each.degrees.replicate * each.degrees.shard for each in found} == {4}
     assert [each.cost.seconds for each in found] == sorted(each.cost.seconds for each in found)
-    assert found[0].activation_checkpointing == "none"
+    # A step in one pass gathers the parameters once for each direction; without checkpointing it takes two passes.
+    assert (found[0].activation_checkpointing, found[0].micro_batch) == ("selective", 8)
+    assert {each.micro_batch for each in found if each.activation_checkpointing == "none"} == {4}
     assert model.activation_checkpointing == "none"
     long = 32 * 2048  # fewer sequences than GPUs
     divided = candidates(model, 4, int(80e9), 2 * long, long)
@@ -466,7 +399,7 @@ def test_the_plans_that_fit() -> None:
         mixture.activation_checkpointing = each.activation_checkpointing
         load = 1.25 if each.degrees.expert > 1 else 1.0
         needed = step_memory(mixture, each.micro_batch, 2048, **each.degrees._asdict(), expert_load=load)
-        assert each.memory.total == pytest.approx(needed.total, rel=1e-5)
+        assert each.memory.total == pytest.approx(needed.total, rel=1e-3)  # row numbers of other ranks' tokens
     for heads, divides in ((16, True), (3, False)):  # of Gated DeltaNet: each rank takes whole ones
         sizes = {"num_hidden_layers": 4, "linear_num_key_heads": heads, "linear_num_value_heads": 2 * heads}
         recurrent = on_meta(MODELS["qwen3.5-9b"] | sizes)
@@ -556,9 +489,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert rows[0]["tokens_per_s"] == pytest.approx(16384 / rows[0]["step_s"])
     assert [rows[0][name] for name in ("context", "tensor", "expert")] == [1, 1, 1]
     mixture = {**BASE, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-    (tmp_path / "config.json").write_text(json.dumps({**mixture, "hidden_size": 512, "intermediate_size": 8192}))
+    (tmp_path / "config.json").write_text(json.dumps({**mixture, "hidden_size": 4096, "intermediate_size": 32768}))
     result = CliRunner().invoke(
-        app, [*command[:2], "--gpus", "4", "--memory", "2GB", "--tokens", "512", "--seq-len", "128"]
+        app, [*command[:2], "--gpus", "4", "--memory", "80GB", "--tokens", "512", "--seq-len", "128"]
     )
     assert result.exit_code == 0, result.output
     assert " --expert 4" in result.output and "with all tokens at the experts of one GPU that takes" in result.output
