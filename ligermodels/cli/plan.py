@@ -89,6 +89,8 @@ def plan(
     flags += "".join(f" --lora-targets {target}" for target in lora_targets or [])
     flags += " --optimizer-in-bwd" * optimizer_in_bwd
     say(f"fastest by the arithmetic: {_command(checkpoint, fastest, flags, gpus, gpus_per_host)}")
+    if plans[0].cost.launch_s == plans[0].cost.seconds:
+        say("the CPU, which launches the kernels, is the limit: passes of more tokens take no longer")
     model.activation_checkpointing = plans[0].activation_checkpointing
     _say_memory_of(model, plans[0], tokens, seq_len, size, states)
 

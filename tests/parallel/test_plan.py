@@ -494,6 +494,7 @@ def test_the_command(tmp_path: Path) -> None:
         app, [*command[:2], "--gpus", "4", "--memory", "80GB", "--tokens", "512", "--seq-len", "128"]
     )
     assert result.exit_code == 0, result.output
+    assert "the CPU, which launches the kernels, is the limit" in result.output  # 128 tokens on each GPU
     assert " --expert 4" in result.output and "with all tokens at the experts of one GPU that takes" in result.output
     (tmp_path / "config.json").write_text(small)
     refused = CliRunner().invoke(app, [*command[:5], "1GB", *command[6:]])
