@@ -72,6 +72,9 @@ CASES = [
     Case("llama-3-8b", 4, 4096, SELECTIVE),
     Case("llama-3-8b", 2, 4096, {"replicate": 2}),
     Case("llama-3.2-1b", 4, 4096),
+    Case("llama-3.2-1b", 4, 4096, {"fsdp_unit": "model"}),
+    Case("qwen3-0.6b", 2, 2048),
+    Case("qwen3-0.6b", 2, 2048, {"fsdp_unit": "model"}),
     Case("llama-3-8b", 4, 4096, medusa_heads=3),
     Case("llama-3-8b", 4, 4096, GATHERED_ONCE, medusa_heads=3),
     Case("llama-3-8b", 1, 8192, {"tensor": 2}),
@@ -79,6 +82,7 @@ CASES = [
     Case("llama-3-8b", 1, 8192, SELECTIVE),
     Case("qwen3-30b-a3b", 2, 4096, layers=12),
     Case("qwen3-30b-a3b", 2, 4096, {"expert": 2}, layers=12),
+    Case("qwen3-30b-a3b", 2, 4096, {"expert": 2, "fsdp_unit": "model"}, layers=12),
     Case("qwen3-30b-a3b", 2, 4096, {"expert": 4}, layers=12),
     Case("qwen3.5-9b", 1, 16384, {"context": 2, **SELECTIVE}, layers=16),
     Case("qwen3-30b-a3b", 2, 4096, FULL),
@@ -207,7 +211,7 @@ def planned_gib(case: Case, world: int) -> float:
     model.activation_checkpointing = case.plan.get("activation_checkpointing", "none")
     plan = plan_of(case, world)
     degrees: dict[str, Any] = {"expert": plan.expert, **plan.degrees(world)}
-    names = "param_dtype", "reduce_dtype", "reshard_after_forward"
+    names = "param_dtype", "reduce_dtype", "reshard_after_forward", "fsdp_unit"
     degrees |= {name: getattr(plan, name) for name in names}
     return step_memory(model, case.batch, case.length, **degrees).total / 2**30
 

@@ -72,10 +72,7 @@ def plan(
         print_json(rows)
         return
     fastest = rows[0]
-    degrees = [name for name in DEGREES if name in DEGREES[:2] or any(row[name] > 1 for row in rows)]
-    columns = [*degrees, "checkpointing", "micro-batch", "memory", "states", "activations"]
-    columns += ["host memory"] * any(row["host_bytes"] for row in rows)
-    columns += ["waiting"] * (gpus > 1) + ["tokens/s"]
+    columns = _columns(rows, gpus)
     show_table(columns, [_row(row, columns) for row in rows], numbers=range(len(columns)))
     flags = f"--batch-tokens {tokens} --seq-len {seq_len}"
     chosen = {
@@ -93,6 +90,15 @@ def plan(
         say("the CPU, which launches the kernels, is the limit: passes of more tokens take no longer")
     model.activation_checkpointing = plans[0].activation_checkpointing
     _say_memory_of(model, plans[0], tokens, seq_len, size, states)
+
+
+def _columns(rows: list[dict[str, Any]], gpus: int) -> list[str]:
+    """The columns of the table: some only if plans differ in them."""
+    columns = [name for name in DEGREES if name in DEGREES[:2] or any(row[name] > 1 for row in rows)]
+    columns += ["FSDP unit"] * any(row["fsdp_unit"] != "block" for row in rows)
+    columns += ["checkpointing", "micro-batch", "memory", "states", "activations"]
+    columns += ["host memory"] * any(row["host_bytes"] for row in rows)
+    return columns + ["waiting"] * (gpus > 1) + ["tokens/s"]
 
 
 def _check_gpus(gpus: int, gpus_per_host: int, reduce_dtype: str | None) -> None:
@@ -113,7 +119,7 @@ def _say_memory_of(
     if plan.degrees.expert > 1:
         worst = memory_of(model, plan, seq_len, expert_load=float(plan.degrees.expert), **states)
         say(f"with all tokens at the experts of one GPU that takes {readable_bytes(worst.total)}; nothing is dropped")
-    if plan.degrees.shard * plan.degrees.context > 1:
+    if plan.degrees.shard * plan.degrees.context > 1 and plan.fsdp_unit == "block":
         kept = memory_of(model, plan, seq_len, reshard_after_forward=False, **states).total
         if kept <= memory * (1 - RESERVED):
             speed = f"{tokens / plan.cost_gathered_once.seconds:,.0f} tokens/s"
@@ -146,6 +152,7 @@ def _command(checkpoint: str, plan: dict[str, Any], flags: str, gpus: int, gpus_
     if gpus == 1:
         return f"ligermodels train {checkpoint} {flags}"
     flags += "".join(f" --{name} {plan[name]}" for name in DEGREES if name in DEGREES[:2] or plan[name] > 1)
+    flags += f" --fsdp-unit {plan['fsdp_unit']}" if plan["fsdp_unit"] != "block" else ""
     hosts = -(-gpus // gpus_per_host)
     if hosts == 1:
         return f"ligermodels train {checkpoint} --gpus {gpus} {flags}"
@@ -166,6 +173,7 @@ def _facts(plan: Any, tokens: int, seq_len: int) -> dict[str, Any]:
     memory, cost = plan.memory, plan.cost
     return {
         **{name: getattr(plan.degrees, name) for name in DEGREES},
+        "fsdp_unit": plan.fsdp_unit,
         "activation_checkpointing": plan.activation_checkpointing,
         "micro_batch_tokens": plan.micro_batch * seq_len,
         "memory_bytes": memory.total,
@@ -189,6 +197,7 @@ def _row(facts: dict[str, Any], columns: list[str]) -> tuple[str, ...]:
     states = facts["weights_bytes"] + facts["optimizer_bytes"] + facts["gathered_bytes"]
     cells = {
         **{name: str(facts[name]) for name in DEGREES},
+        "FSDP unit": facts["fsdp_unit"],
         "checkpointing": facts["activation_checkpointing"],
         "micro-batch": f"{facts['micro_batch_tokens']:,}",
         "memory": readable_bytes(facts["memory_bytes"]),

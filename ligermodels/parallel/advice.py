@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, product
 from typing import Any, NamedTuple, get_args
 
@@ -14,8 +16,9 @@ from ligermodels.layers.context_parallel import check_context_parallel
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.cost import Hardware, ModelSize, StepCost, step_cost
 from ligermodels.parallel.expert import check_expert_parallel
+from ligermodels.parallel.fsdp import check_one_unit
 from ligermodels.parallel.memory import StepMemory, StepTrace, step_memory
-from ligermodels.parallel.plan import DtypeName
+from ligermodels.parallel.plan import DtypeName, FsdpUnit
 from ligermodels.parallel.shares import Shares
 
 CHECKPOINTING: tuple[ActivationCheckpointing, ...] = get_args(ActivationCheckpointing)
@@ -52,6 +55,7 @@ class Candidate:
 
     Args:
         degrees: degrees of parallelism.
+        fsdp_unit: what FSDP2 gathers at once.
         activation_checkpointing: kind of activation checkpointing.
         micro_batch: sequences per forward pass of each group of `context` x `tensor` ranks.
         memory: memory of each GPU; with expert parallelism, at an expert load of EXPERT_LOAD.
@@ -60,6 +64,7 @@ class Candidate:
     """
 
     degrees: Degrees
+    fsdp_unit: FsdpUnit
     activation_checkpointing: ActivationCheckpointing
     micro_batch: int
     memory: StepMemory
@@ -82,7 +87,8 @@ def candidates(
     """Plans that fit into memory, the fastest first by `step_cost`.
 
     Tries each way to divide the GPUs into replicas and shards, and the experts over these, with each kind of activation
-    checkpointing but "offload", and the largest micro-batch that fits. If no such plan fits, or there are fewer
+    checkpointing but "offload", and the largest micro-batch that fits. FSDP2's unit is a block, or the model where that
+    is faster. If no such plan fits, or there are fewer
     sequences than GPUs, each sequence (`context`) or each matrix product within a host (`tensor`) is also divided, over
     as few GPUs as possible. If still none fits, all this is tried with "offload".
 
@@ -117,7 +123,8 @@ def candidates(
             f"tokens: {batch_tokens} must be a multiple of seq_len x gpus ({seq_len} x {gpus} = {seq_len * gpus}), for "
             f"each GPU to have whole sequences"
         )
-    usable, size, plans = int(memory * (1 - RESERVED)), ModelSize.of(model, reduce_dtype), list[Candidate]()
+    usable, size = int(memory * (1 - RESERVED)), ModelSize.of(model, reduce_dtype)
+    plans: dict[tuple[Degrees, ActivationCheckpointing], Candidate] = {}
     before = model.activation_checkpointing
     try:
         widths = [(width, [*same]) for width, same in groupby(groups, key=lambda group: group[0] * group[1])]
@@ -130,21 +137,21 @@ def candidates(
                 model.activation_checkpointing = mode
                 divisions = list(_divisions(model, ranks, context, tensor))
                 fitting = _largest_that_fit(model, usable, sequences, seq_len, divisions, states)
-                for degrees, (micro, needed) in fitting.items():
-                    twice, once = (
-                        step_cost(
-                            size,
-                            micro * seq_len,
-                            seq_len,
-                            degrees._asdict(),
-                            passes=sequences // micro,
-                            activation_checkpointing=mode,
-                            reshard_after_forward=reshard,
-                            hardware=hardware,
-                        )
-                        for reshard in (True, False)
+                for (degrees, unit), (micro, needed) in fitting.items():
+                    cost = partial(
+                        step_cost,
+                        size,
+                        micro * seq_len,
+                        seq_len,
+                        degrees._asdict(),
+                        passes=sequences // micro,
+                        activation_checkpointing=mode,
+                        fsdp_unit=unit,
+                        hardware=hardware,
                     )
-                    plans.append(Candidate(degrees, mode, micro, needed, twice, once))
+                    found = Candidate(degrees, unit, mode, micro, needed, cost(), cost(reshard_after_forward=False))
+                    other = plans.get((degrees, mode), found)  # with blocks as units
+                    plans[degrees, mode] = min(other, found, key=lambda plan: plan.cost.seconds)
             if plans:
                 break
         if not plans:
@@ -154,7 +161,7 @@ def candidates(
         model.activation_checkpointing = before
     # Plans of equal speed are ordered by how much they recompute, then by memory.
     return sorted(
-        plans,
+        plans.values(),
         key=lambda plan: (
             round(plan.cost.seconds, 6),
             CHECKPOINTING.index(plan.activation_checkpointing),
@@ -205,26 +212,40 @@ def _divisors(number: int) -> Iterator[int]:
 
 def _largest_that_fit(
     model: CausalLM, usable: int, sequences: int, seq_len: int, divisions: list[Degrees], states: States
-) -> dict[Degrees, tuple[int, StepMemory]]:
-    """For each division that fits, the largest micro-batch that divides `sequences` and fits, and its memory.
+) -> dict[tuple[Degrees, FsdpUnit], tuple[int, StepMemory]]:
+    """For each division and unit of FSDP2 that fit, the largest micro-batch that divides `sequences` and fits, and its
+    memory.
 
     All `divisions` have the same context and tensor degrees. For each micro-batch the step is traced at most twice: for
     the divisions that spread experts, and for the others.
     """
-    fitting = {}
+    fitting: dict[tuple[Degrees, FsdpUnit], tuple[int, StepMemory]] = {}
+    tries = [(degrees, unit) for degrees in divisions for unit in _units(model, degrees)]
     for spread in (False, True):
-        remaining = [degrees for degrees in divisions if (degrees.expert > 1) == spread]
+        remaining = [each for each in tries if (each[0].expert > 1) == spread]
         for micro in [sequences] if states.optimizer_in_bwd else _divisors(sequences):
             if not remaining:
                 break
-            step = _trace(model, micro, seq_len, remaining[0])
+            step = _trace(model, micro, seq_len, remaining[0][0])
             needed = {
-                d: step.memory(replicate=d.replicate, shard=d.shard, expert=d.expert, **states._asdict())
-                for d in remaining
+                (d, unit): step.memory(
+                    replicate=d.replicate, shard=d.shard, expert=d.expert, fsdp_unit=unit, **states._asdict()
+                )
+                for d, unit in remaining
             }
-            remaining = [degrees for degrees in remaining if needed[degrees].total <= usable]
-            fitting.update({degrees: (micro, needed[degrees]) for degrees in remaining})
+            remaining = [each for each in remaining if needed[each].total <= usable]
+            fitting.update({each: (micro, needed[each]) for each in remaining})
     return fitting
+
+
+def _units(model: CausalLM, degrees: Degrees) -> Iterator[FsdpUnit]:
+    """The units of FSDP2 that are possible."""
+    yield "block"
+    ranks = degrees.shard * degrees.context
+    if degrees.replicate * ranks > 1:
+        with suppress(ConfigError):
+            check_one_unit(model, degrees.expert, ranks, None)
+            yield "model"
 
 
 def memory_of(
@@ -258,6 +279,7 @@ def memory_of(
         plan.micro_batch,
         seq_len,
         **plan.degrees._asdict(),
+        fsdp_unit=plan.fsdp_unit,
         expert_load=expert_load,
         reshard_after_forward=reshard_after_forward,
         optimizer=optimizer,

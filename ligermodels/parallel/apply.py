@@ -18,7 +18,7 @@ from ligermodels.layers.sharding import is_tensor_parallel
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import Decoder
 from ligermodels.parallel.expert import check_expert_parallel, expert_parallel, mixtures
-from ligermodels.parallel.fsdp import fsdp
+from ligermodels.parallel.fsdp import check_one_unit, fsdp
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.parallel.ranks import Meshes, Parallelism, join, parallelism_of, rank_device, world_size
 from ligermodels.parallel.tensor import check_tensor_parallel, tensor_parallel
@@ -67,18 +67,22 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
     decoders = _decoders(model)
     _check(model, decoders, plan, before)
     _join_for(model)
-    plan.degrees(world_size())
+    degrees = plan.degrees(world_size())
+    if plan.fsdp_unit == "model":
+        check_one_unit(model, plan.expert, degrees["shard"] * degrees["context"], plan.param_dtype)
     if world_size() == 1 and not torch.distributed.is_initialized():
         if plan.param_dtype or plan.reduce_dtype:
             raise InputError(
                 "param_dtype, reduce_dtype: mixed precision is FSDP2's, which needs a process group; start by torchrun"
             )
-        if not plan.reshard_after_forward:  # plans for any number of GPUs have it
-            warn_caller(
-                "reshard_after_forward: has no effect in one process, which holds whole blocks; start several by "
-                "torchrun, or a command with --gpus",
-                UserWarning,
-            )
+        fields = ParallelPlan.model_fields
+        for name in ("reshard_after_forward", "fsdp_unit"):  # plans for any number of GPUs have them
+            if getattr(plan, name) != fields[name].default:
+                warn_caller(
+                    f"{name}: has no effect in one process, which holds the whole model; start several by torchrun, or "
+                    "a command with --gpus",
+                    UserWarning,
+                )
         _set_modes(decoders, plan)
         return model
     meshes = before.meshes if before else Meshes.of(plan, _device_type(model))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ligermodels.errors import InputError
 from ligermodels.parallel.hardware import Hardware
 from ligermodels.parallel.model_size import ModelSize
+from ligermodels.parallel.plan import FsdpUnit
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class StepCost:
         packed_s: seconds of FSDP2's copies into and out of its buffers.
         update_s: seconds of the optimizer.
         launch_s: seconds of the CPU to launch all kernels; 0 on one GPU, where `train` launches short steps as one.
+        exposed: degrees with communication that a GPU waits for.
     """
 
     flops: float
@@ -40,16 +42,17 @@ class StepCost:
     packed_s: float = 0.0
     update_s: float = 0.0
     launch_s: float = 0.0
+    exposed: tuple[str, ...] = ("tensor", "context", "expert")
 
     @property
     def overlapped_s(self) -> float:
         """Seconds of communication that overlaps with the computation."""
-        return self.sent_s["shard"] + self.sent_s["replicate"]
+        return sum(seconds for name, seconds in self.sent_s.items() if name not in self.exposed)
 
     @property
     def exposed_s(self) -> float:
         """Seconds in which a GPU waits for communication."""
-        return sum(self.sent_s[name] for name in EXPOSED) + max(0.0, self.overlapped_s - self.compute_s)
+        return sum(self.sent_s[name] for name in self.exposed) + max(0.0, self.overlapped_s - self.compute_s)
 
     @property
     def seconds(self) -> float:
@@ -59,11 +62,11 @@ class StepCost:
         return max(gpu_s, self.copied_s, self.launch_s)
 
 
-EXPOSED = ("tensor", "context", "expert")
-"""Degrees with communication that the GPU waits for."""
 EXPERT_PASSES = 16
 """How often a channel of a token's experts is read or written in both passes, beside dense products' rate: fitted to
 recorded steps of Qwen3-30B-A3B and Mixtral."""
+FSDP_LAUNCHES = {"block": 1.0, "model": 0.25}
+"""The CPU's work for FSDP2, relative to the kernels of a block, for each block."""
 UPDATE_PASSES = 7
 """AdamW reads a parameter, its gradient and two moments, and writes all but the gradient."""
 
@@ -77,6 +80,7 @@ def step_cost(
     passes: int = 1,
     activation_checkpointing: str = "none",
     reshard_after_forward: bool = True,
+    fsdp_unit: FsdpUnit = "block",
     hardware: Hardware | None = None,
 ) -> StepCost:
     """The cost of an optimizer step.
@@ -103,6 +107,8 @@ def step_cost(
         passes: forward passes per optimizer step.
         activation_checkpointing: "none", "selective", "full" or "offload".
         reshard_after_forward: whether blocks are gathered again for the backward pass, as in `ParallelPlan`.
+        fsdp_unit: what FSDP2 gathers at once, as in `ParallelPlan`; the whole model is gathered before a forward pass
+            and reduced after a backward pass, beside no computation.
         hardware: speed of a GPU and its links; by default an H200.
 
     Raises:
@@ -125,7 +131,7 @@ def step_cost(
     keys_values = tokens * size.keys_values * size.itemsize
     routed = sum(_ranks_reached(ranks.expert, top_k) for top_k in size.routed)
     exchanges = 4 + (activation_checkpointing != "none")  # to the experts and back, in each pass
-    gathers = 1 + reshard_after_forward
+    gathers = 2 if reshard_after_forward and fsdp_unit == "block" else 1
     shards = {unit: passes * unit.moved(gathers) * _ring(unit.ranks) for unit in ranks.units(size)}
     sent = {
         "replicate": passes * 2 * sum(unit.gradients / unit.ranks for unit in shards) * _ring(ranks.replicate),
@@ -151,7 +157,8 @@ def step_cost(
         copied_s=copied / hardware.host_memory_bandwidth,
         packed_s=passes * 2 * packed / hardware.memory_bandwidth,  # read and written
         update_s=UPDATE_PASSES * size.updated / (ranks.divided * ranks.tensor) / hardware.memory_bandwidth,
-        launch_s=passes * ranks.launches(size) * hardware.launch_s * (repeated + 2) / 3,  # backward: two thirds
+        launch_s=passes * ranks.launches(size, fsdp_unit) * hardware.launch_s * (repeated + 2) / 3,  # 2/3: backward
+        exposed=StepCost.exposed + ("shard", "replicate") * (fsdp_unit == "model"),
     )
 
 
@@ -214,12 +221,12 @@ class _Ranks(NamedTuple):
         replicas = self.replicate, self.tensor * self.divided
         return {"tensor": (self.tensor, 1), "context": (self.context, self.tensor), "replicate": replicas}
 
-    def launches(self, size: ModelSize) -> int:
+    def launches(self, size: ModelSize, fsdp_unit: FsdpUnit) -> float:
         """How often a pass takes the time `Hardware.launch_s`; 0 on one GPU, where `train` records short steps."""
         if self.replicate * self.divided * self.tensor == 1:
             return 0
-        sharded = self.replicate * self.divided > 1
-        return size.num_layers * (1 + sharded) + len(size.routed) * (1 + (self.expert > 1))
+        of_fsdp = (self.replicate * self.divided > 1) * FSDP_LAUNCHES[fsdp_unit]
+        return size.num_layers * (1 + of_fsdp) + len(size.routed) * (1 + (self.expert > 1))
 
 
 def _ring(ranks: int) -> float:

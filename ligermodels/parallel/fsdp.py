@@ -1,4 +1,4 @@
-"""FSDP2: shard a model by block."""
+"""FSDP2: shard a model by block, or as a whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from ligermodels.errors import InputError
+from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import KeepsDtype, LMHead
 from ligermodels.layers.modules import modules_of
 from ligermodels.layers.sharding import reshard
@@ -25,7 +25,9 @@ from ligermodels.parallel.plan import ParallelPlan
 def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: DeviceMesh | None = None) -> None:
     """Shard a model with FSDP2, in place.
 
-    FSDP2 gathers one group of parameters at a time: a block, an untied embedding, an untied head, the other parameters.
+    FSDP2 gathers one group of parameters at a time: a block, an untied embedding, an untied head, the other parameters;
+    or, if the plan's `fsdp_unit` is "model", all of them (see `check_one_unit`).
+
     Modules that keep their dtypes (`KeepsDtype`) are a group before their block, and compute in these dtypes whatever
     the plan. Experts that are distributed over ranks are a group of their own, and so are the router and the other
     submodules of their mixture. Modules that are already sharded are not changed. After a forward pass without
@@ -37,7 +39,7 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
     Args:
         model: a `CausalLM`, or a module that contains a `Decoder`.
         mesh: a mesh with the dimensions ("shard",) or ("replicate", "shard").
-        plan: its `param_dtype`, `reduce_dtype` and `reshard_after_forward` are used.
+        plan: its `param_dtype`, `reduce_dtype`, `reshard_after_forward` and `fsdp_unit` are used.
         experts: a mesh with the same dimensions, for experts that are distributed over ranks. Default: None, there are
             none.
     """
@@ -51,22 +53,35 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
                 buffer.data = buffer.to(_device_of(mesh))
         return
     sharder = _Sharder.of(mesh, plan, experts)
-    for decoder in decoders:
-        _shard_blocks(decoder, sharder, plan.reshard_after_forward)
-    heads = modules_of(model, LMHead)
-    inputs = [
-        module for decoder in decoders for module in (decoder.embed, decoder.per_layer_inputs) if module is not None
-    ]
-    for part in _untied([*heads, *inputs]):
-        # The head of a model stays gathered: its backward pass, or another call of it, follows its forward pass.
-        stays = any(part is causal_lm.head for causal_lm in models)
-        (state, *_) = sharder.shard(part, reshard_after_forward=False if stays else None)
-        if isinstance(part, nn.Embedding):
-            state.set_unshard_in_backward(False)  # its gradient is computed without its weight
+    if plan.fsdp_unit == "block":
+        for decoder in decoders:
+            _shard_blocks(decoder, sharder, plan.reshard_after_forward)
+        _shard_ends(model, models, decoders, sharder)
     for root in roots:
         if not isinstance(root, FSDPModule):
             sharder.shard(root)
             root.register_forward_hook(_reshard_without_gradients)
+
+
+def check_one_unit(model: nn.Module, expert: int, ranks: int, param_dtype: str | None) -> None:
+    """Raise ConfigError unless all parameters of a model can be one group of FSDP2 (`ParallelPlan.fsdp_unit`).
+
+    Args:
+        model: the model.
+        expert: ranks that experts are divided over.
+        ranks: ranks that FSDP2 shards over, shard x context.
+        param_dtype: as in `ParallelPlan`.
+    """
+    if modules_of(model, KeepsDtype):
+        raise ConfigError(
+            "fsdp_unit: 'model' is for models of one dtype; modules of this model keep their dtypes (float32 or "
+            "quantised weights), and FSDP2 gathers them within their blocks; leave it 'block'"
+        )
+    if expert > 1 and (expert != ranks or param_dtype is not None):
+        raise ConfigError(
+            f"fsdp_unit: 'model' goes with experts that FSDP2 does not gather: give expert {ranks} (shard x context) "
+            "and no param_dtype, or leave it 'block'"
+        )
 
 
 def _only_copies(mesh: DeviceMesh, plan: ParallelPlan) -> bool:
@@ -142,6 +157,19 @@ def _shard_blocks(decoder: Decoder, sharder: _Sharder, reshard_after_forward: bo
     # gathered then and were not in its forward pass.
     for i, (block, *inner) in enumerate(groups):
         block.set_modules_to_backward_prefetch([*inner, *(groups[i - 1] if i else ())])
+
+
+def _shard_ends(model: nn.Module, models: list[CausalLM], decoders: list[Decoder], sharder: _Sharder) -> None:
+    """Shard the embeddings and heads of a model that share no parameter with other parts of it."""
+    inputs = [
+        module for decoder in decoders for module in (decoder.embed, decoder.per_layer_inputs) if module is not None
+    ]
+    for part in _untied([*modules_of(model, LMHead), *inputs]):
+        # The head of a model stays gathered: its backward pass, or another call of it, follows its forward pass.
+        stays = any(part is causal_lm.head for causal_lm in models)
+        (state, *_) = sharder.shard(part, reshard_after_forward=False if stays else None)
+        if isinstance(part, nn.Embedding):
+            state.set_unshard_in_backward(False)  # its gradient is computed without its weight
 
 
 def _no_deepcopy(_: Any) -> None:

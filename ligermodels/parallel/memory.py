@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import get_args
@@ -19,7 +19,7 @@ from ligermodels.layers.modules import modules_of
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.hidden_matrices import hidden_matrices
 from ligermodels.ops.optimizer.blockwise import num_blocks
-from ligermodels.parallel.plan import DtypeName
+from ligermodels.parallel.plan import DtypeName, FsdpUnit
 from ligermodels.parallel.shares import Share, Shares
 from ligermodels.parallel.trace import Trace, trace
 
@@ -70,6 +70,7 @@ def step_memory(
     expert_load: float = 1.0,
     param_dtype: DtypeName | None = None,
     reshard_after_forward: bool = True,
+    fsdp_unit: FsdpUnit = "block",
     reduce_dtype: DtypeName | None = None,
     optimizer: OptimizerName = "adamw",
     optimizer_in_bwd: bool = False,
@@ -94,6 +95,7 @@ def step_memory(
             of all ranks go to this rank's experts).
         param_dtype: dtype of gathered parameters and of the computation, as in `ParallelPlan`.
         reshard_after_forward: whether FSDP2 shards blocks again after their forward pass, as in `ParallelPlan`.
+        fsdp_unit: what FSDP2 gathers at once, as in `ParallelPlan`.
         reduce_dtype: dtype of sums of gradients over ranks, as in `ParallelPlan`.
         optimizer: "adamw", "adamw8bit", "muon", "muon8bit", or on unsharded parameters "adafactor".
         optimizer_in_bwd: whether the backward pass updates each parameter and frees its gradient.
@@ -116,6 +118,7 @@ def step_memory(
         replicate=replicate,
         shard=shard,
         reshard_after_forward=reshard_after_forward,
+        fsdp_unit=fsdp_unit,
         reduce_dtype=reduce_dtype,
         optimizer=optimizer,
         optimizer_in_bwd=optimizer_in_bwd,
@@ -189,6 +192,7 @@ class StepTrace:
         shard: int = 1,
         expert: int | None = None,
         reshard_after_forward: bool = True,
+        fsdp_unit: FsdpUnit = "block",
         reduce_dtype: DtypeName | None = None,
         optimizer: OptimizerName = "adamw",
         optimizer_in_bwd: bool = False,
@@ -201,6 +205,7 @@ class StepTrace:
             expert: ranks that experts are divided over, instead of the number that was traced. Both numbers must be
                 above 1, or both 1: then a rank's experts receive the same number of tokens.
             reshard_after_forward: whether FSDP2 shards blocks again after their forward pass, as in `ParallelPlan`.
+            fsdp_unit: what FSDP2 gathers at once, as in `ParallelPlan`.
             reduce_dtype: dtype of sums of gradients over ranks, as in `ParallelPlan`.
             optimizer: "adamw", "adamw8bit", "muon", "muon8bit", or on unsharded parameters "adafactor".
             optimizer_in_bwd: whether the backward pass updates each parameter and frees its gradient.
@@ -224,14 +229,18 @@ class StepTrace:
         def ranks(share: Share) -> int:
             return divided // shares.expert if share.of_experts else divided
 
-        def gathered(unit: nn.Module) -> list[Share]:
+        def gathered(unit: Iterable[Share]) -> list[Share]:
             cast = shares.param_dtype is not None
-            return [share for share in shares.of(unit) if cast or replicate * ranks(share) > 1]
+            return [share for share in unit if cast or replicate * ranks(share) > 1]
 
         def summed(share: Share) -> int:
             return share.summed(ranks(share), None if reduce_dtype is None else getattr(torch, reduce_dtype))
 
         units: list[nn.Module] = [*self.model.decoder.blocks, self.model.decoder.embed, self.model.head]
+        if fsdp_unit == "model":
+            whole = _gathered_at_once(gathered(shares), summed)
+        else:
+            whole = _gathered([gathered(shares.of(unit)) for unit in units], summed, reshard_after_forward)
         sharded = [share.sharded(ranks(share)) for share in shares]
         kept = np.zeros(len(sharded), np.int64) if optimizer_in_bwd else np.array(sharded)
         traced = self._traced(divided)
@@ -247,7 +256,7 @@ class StepTrace:
         return StepMemory(
             weights=sum(sharded),
             optimizer_states=sum(states),
-            gathered=_gathered([gathered(unit) for unit in units], summed, reshard_after_forward),
+            gathered=whole,
             activations=activations,
             backward=peak - activations,
             host=traced.host,
@@ -269,6 +278,19 @@ def _gathered(units: list[list[Share]], summed: Callable[[Share], int], reshard_
         whole = max(whole, sum(sizes[:-2]) + max(sizes[-2:]))
     trained = max(sum(summed(share) for share in unit if share.parameter.requires_grad) for unit in units)
     return whole + trained
+
+
+def _gathered_at_once(unit: list[Share], summed: Callable[[Share], int]) -> int:
+    """Bytes of a model that is one unit: all whole gradients, and the whole parameters or, when these are sharded
+    again, the sums of the gradients.
+
+    Args:
+        unit: the parameters that FSDP2 gathers.
+        summed: bytes that the sum of a parameter's gradient takes.
+    """
+    trained = [share for share in unit if share.parameter.requires_grad]
+    sums = sum(map(summed, trained))
+    return max(sum(share.nbytes for share in unit), sums) + sum(share.nbytes for share in trained)
 
 
 def state_bytes(

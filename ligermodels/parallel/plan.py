@@ -10,6 +10,7 @@ from ligermodels.arguments import ActivationCheckpointing
 from ligermodels.errors import ConfigError, validation_message
 
 DtypeName = Literal["bfloat16", "float32"]
+FsdpUnit = Literal["block", "model"]
 
 
 class ParallelPlan(BaseModel):
@@ -30,6 +31,9 @@ class ParallelPlan(BaseModel):
             computation.
         reshard_after_forward: whether blocks are sharded again after their forward pass, and gathered a second time for
             their backward pass. False takes memory for all whole blocks. Default: True.
+        fsdp_unit: "block" or "model", what FSDP2 gathers and reduces at once. "model" takes memory for the whole model
+            and its gradients, and less work of the CPU: for blocks that are too small to keep a GPU busy. Default:
+            "block".
         activation_checkpointing: "none", "selective", "full" or "offload". Default: the model's setting.
         compile: "none" or "blocks", the parts that torch.compile compiles. Default: "none".
 
@@ -68,6 +72,7 @@ class ParallelPlan(BaseModel):
     reshard_after_forward: bool = Field(
         True, description="Shard blocks again after their forward pass; off: after their backward pass."
     )
+    fsdp_unit: FsdpUnit = Field("block", description="What FSDP2 gathers at once: each block, or the whole model.")
     activation_checkpointing: ActivationCheckpointing | None = Field(
         None, description="Activation checkpointing.  [default: the model's setting]"
     )

@@ -49,6 +49,7 @@ def planned_memory(plan: RunPlan, job: Job, model: CausalLM, gpus: int) -> StepM
             replicate=replicate,
             shard=shard,
             reshard_after_forward=recipe.parallel.reshard_after_forward,
+            fsdp_unit=recipe.parallel.fsdp_unit,
             reduce_dtype=recipe.parallel.reduce_dtype,
             optimizer=recipe.optimizer,
             optimizer_in_bwd=recipe.optimizer_in_bwd,

@@ -119,10 +119,29 @@ def test_sums_of_gradients_take_memory_in_their_dtype() -> None:
         candidates(model, 4, 8 * GIB, 4 * 1024, 64),
         candidates(model, 4, 8 * GIB, 4 * 1024, 64, reduce_dtype="float32"),
     )
-    plans = [{(x.degrees, x.activation_checkpointing, x.micro_batch): x for x in each} for each in found]
+    plans = [{(x.degrees, x.fsdp_unit, x.activation_checkpointing, x.micro_batch): x for x in each} for each in found]
     both = [key for key in plans[0] if key in plans[1]]
     assert both and all(plans[1][key].memory.total > plans[0][key].memory.total for key in both)
-    assert all(plans[1][key].cost.overlapped_s > plans[0][key].cost.overlapped_s for key in both)
+    assert all(plans[1][key].cost.sent["shard"] >= plans[0][key].cost.sent["shard"] for key in both)
+    assert any(plans[1][key].cost.sent["shard"] > plans[0][key].cost.sent["shard"] for key in both)
+
+
+def test_a_model_that_is_gathered_at_once_is_whole_in_memory_and_so_are_its_gradients() -> None:
+    model = on_meta({**MODELS["llama-3.2-1b"], "num_hidden_layers": 2})
+    whole = sum(p.nbytes for p in model.parameters())
+    found = {
+        dtype: step_memory(model, 1, 64, shard=4, fsdp_unit="model", reduce_dtype=dtype) for dtype in (None, "float32")
+    }
+    assert found[None].gathered == 2 * whole
+    assert found["float32"].gathered == whole + 2 * whole + 2 * whole // 4  # sums are larger than parameters
+    blocks = step_memory(model, 1, 64, shard=4)
+    assert replace(found[None], gathered=blocks.gathered) == blocks
+    lm.add_lora(model, 4)
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert step_memory(model, 1, 64, shard=4, fsdp_unit="model").gathered == whole + 2 * trained
+    mixture = on_meta(CONFIGS["qwen3_moe"])
+    own = sum(p.nbytes for p in mixture.parameters() if p.ndim < 3)
+    assert step_memory(mixture, 1, 64, shard=2, expert=2, fsdp_unit="model").gathered == 2 * own
 
 
 class Allocated(TorchDispatchMode):
@@ -477,7 +496,14 @@ def test_the_command(tmp_path: Path) -> None:
     assert "--shard 2" in result.output
     alone = CliRunner().invoke(app, ["plan", str(tmp_path), "--gpus", "1", "--memory", "80GB", *command[6:]])
     assert alone.exit_code == 0, alone.output
-    assert ["--no-reshard-after-forward gathers" in each.output for each in (result, alone)] == [True, False]
+    # Blocks that are too small for the CPU to keep up are gathered at once; larger passes keep the GPUs busy.
+    large = CliRunner().invoke(app, [*command[:5], "80GB", "--tokens", "131072"])
+    assert large.exit_code == 0, large.output
+    for text, shown in {
+        " --fsdp-unit model": [True, False, False],
+        "--no-reshard-after-forward gathers": [False, True, False],
+    }.items():
+        assert [text in each.output for each in (result, large, alone)] == shown, text
     eight = CliRunner().invoke(app, [*command, "--optimizer", "adamw8bit", "--optimizer-in-bwd"])
     assert eight.exit_code == 0 and " --optimizer adamw8bit --optimizer-in-bwd" in eight.output, eight.output
     rows = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)

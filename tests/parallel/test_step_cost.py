@@ -145,6 +145,10 @@ def test_what_slows_a_step_by_hand() -> None:
     found = [cost(degrees, launches).seconds for degrees in ({"tensor": 2}, {"shard": 2}, {"shard": 2, "expert": 2})]
     assert found == [400.0, 600.0, 800.0] and cost({}, launches) == cost({}, fast)
     assert cost({"shard": 2}, launches, passes=3).seconds == 3 * 600
+    assert cost({"shard": 2}, launches, fsdp_unit="model").seconds == 450  # a quarter of FSDP2's work
+    at_once = cost({"shard": 2}, shared, fsdp_unit="model")
+    assert (at_once.sent["shard"], at_once.overlapped_s, at_once.exposed_s) == ((200 + 400) / 2, 0, 3.0)
+    assert at_once.seconds == at_once.compute_s + 3.0
 
 
 def test_a_model_is_multiplied_by_its_matrices_and_by_the_experts_that_are_chosen() -> None:
