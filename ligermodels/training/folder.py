@@ -146,7 +146,9 @@ def prepare(folder: Path, recipe: TrainingRecipe, content: Content, *, start_ove
         else:
             partial.unlink()
     write_atomically(folder / CONTENT, f"{json.dumps(content, indent=1)}\n".encode())
-    write_atomically(folder / RECIPE, yaml.safe_dump(recipe.settings(), sort_keys=False, allow_unicode=True).encode())
+    write_atomically(
+        folder / RECIPE, yaml.safe_dump(recipe.absolute_settings(), sort_keys=False, allow_unicode=True).encode()
+    )
 
 
 def read_content(folder: Path) -> Content:

@@ -23,6 +23,7 @@ from ligermodels.data.workers import default_count
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.training.base import Base
 from ligermodels.training.console import Console
+from ligermodels.training.locations import comparable_settings
 from ligermodels.training.optimizer_settings import DECAY
 from ligermodels.training.recipe import R, TrainingRecipe
 from ligermodels.training.settings import with_effect
@@ -162,7 +163,7 @@ def same_recipe(recipe: R, before: Mapping[str, Any]) -> R:
     recipe = recipe.model_copy(update={"date": recipe.date or before["date"], **kept})
     free = recipe.may_change | BY_CONTENT | LENGTH | DECAY  # `check_schedule` compares LENGTH and DECAY
     now = {name: value for name, value in recipe.settings().items() if name not in free}
-    if message := changes(now, before):
+    if message := changes(*(comparable_settings(type(recipe).model_fields, settings) for settings in (now, before))):
         raise ConfigError(f"the run cannot resume with another recipe: {message}; leave it out, or start over")
     return recipe
 

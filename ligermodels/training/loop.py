@@ -17,7 +17,7 @@ from ligermodels.generation.context_length import context_length, warn_beyond_co
 from ligermodels.training.callback import Callback, Event, Hook, callbacks_of, is_due
 from ligermodels.training.cuda_graph import CudaGraph, make_step
 from ligermodels.training.renamed import renamed_arguments
-from ligermodels.training.reports import OutputMetrics, PendingStep, StepLog, StepMetrics
+from ligermodels.training.reports import TARGETS, OutputMetrics, PendingStep, StepLog, StepMetrics
 from ligermodels.training.step import EagerStep, StepResult, Trainable
 
 
@@ -96,7 +96,7 @@ def train(
     device, ranks = eager_step.device, eager_step.ranks
     micro_batches, check_length = iter(batches), ContextLengthCheck(model)
     model.train()
-    log = StepLog(steps, targets, device, ranks)
+    log = StepLog(steps, targets, device, ranks, getattr(model, "loss_unit", TARGETS))
     for step in range(start + 1, steps + 1):
         parts = list(islice(micro_batches, accumulation_steps))
         if len(parts) < accumulation_steps:

@@ -177,7 +177,7 @@ def test_a_callback_by_its_import_path(base: Path, data: Path, tmp_path: Path, m
     result = CliRunner().invoke(app, ["train", str(base), "--data", str(data), "--out", "out", *flags.split()])
     assert result.exit_code == 0, result.output
     assert "stopped early, after step 2 of 5" in result.stderr and "wrote out" in result.stderr
-    assert FineTuningRecipe.read(tmp_path / "out" / "recipe.yaml").callback == ("my_callbacks:Two",)
+    assert FineTuningRecipe.read(tmp_path / "out" / "recipe.yaml").callback == (f"{tmp_path}/my_callbacks:Two",)
 
 
 SCRIPT = [5.0, 4.0, 4.5, 3.95, 3.9, 4.2, 4.1, 4.0]
