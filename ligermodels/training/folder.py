@@ -33,7 +33,7 @@ REFERENCE = "reference.npz"
 CURVES = "curves.png"
 """Files of a run before its export. CONTENT is written first and marks the folder of a run."""
 RESULT = (*WEIGHTS, "config.json", ADAPTER, "adapter_model.bin", ADAPTER_CONFIG, CURVES)
-"""Patterns of the names of the files by which other programs know the result of a run. An export replaces the others."""
+"""Patterns of the names of the files by which programs know the result of a run; exports replace all others too."""
 LOCK = ".run.lock"
 """Locked as long as a run is alive."""
 
@@ -135,8 +135,8 @@ def prepare(folder: Path, recipe: TrainingRecipe, content: Content, *, start_ove
         folder: the folder.
         recipe: written to recipe.yaml.
         content: fingerprints of the files that the run reads, written to content.json.
-        start_over: remove the checkpoints and metrics of an earlier run, and its result: of an adapter and a model in one
-            folder, other programs would open the adapter.
+        start_over: remove the checkpoints and metrics of an earlier run, and its result: of an adapter and a model in
+            one folder, other programs would open the adapter.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if start_over:
