@@ -56,6 +56,8 @@ def imported(path: str, setting: str) -> Any:
         raise ConfigError(f"{setting}: {path}: {message}") from error
     finally:
         sys.path.remove(place)
+        if place not in sys.path:
+            sys.path.append(place)  # the code may import modules beside it when it is called
     file = module.__file__ or module_name
     if folder and not Path(file).resolve().is_relative_to(Path(place).resolve()):
         raise ConfigError(f"{setting}: {path}: another module with this name has been imported, {file}; rename one")
