@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from runs import losses
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from ligermodels.data.files import absolute_name, data_files
-from ligermodels.errors import ConfigError
+from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.training import FineTuningRecipe, MTPRecipe, fine_tune, train_mtp
 from ligermodels.training.import_path import imported
 
@@ -113,8 +115,14 @@ def test_a_run_resumes_from_another_folder(
     forget()
     moved = project.rename(tmp_path / "moved")
     monkeypatch.chdir(moved)
-    if "teacher" not in changes:
-        assert train(recipe.changed({"steps": 4}), moved / "runs/whole", resume=True, device="cpu").step == 4
+    assert train(recipe.changed({"steps": 4}), moved / "runs/whole", resume=True, device="cpu").step == 4
+    if "teacher" in changes:
+        with safe_open(moved / "model/model.safetensors", "pt") as weights:
+            other = {name: weights.get_tensor(name) + 1 for name in weights.keys()}  # noqa: SIM118
+        shutil.copytree(moved / "model", moved / "other")
+        save_file(other, moved / "other/model.safetensors")
+        with pytest.raises(CheckpointError, match="teacher: differs from the start of the run: model"):
+            train(recipe.changed({"teacher": "other"}), moved / "runs/whole", resume=True, device="cpu")
 
 
 def test_absolute_names_of_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
