@@ -25,6 +25,8 @@ from ligermodels.convert.locks import Locked, locked
 from ligermodels.errors import CheckpointError, LigerModelsError
 
 FULL = "the disk is too full"
+LEAST_FREE = 1 << 16
+"""A disk with fewer free bytes is full: `needed` is approximate."""
 WAIT = 0.5
 """Seconds to wait for another process that saves into the same folder. Long enough for a reader that finishes the save
 of a killed process: see `journal.settle`."""
@@ -101,7 +103,7 @@ def _full_disk_named(folder: Path, needed: int) -> Iterator[None]:
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
         written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        if shutil.disk_usage(folder).free < needed - written:
+        if shutil.disk_usage(folder).free < max(needed - written, LEAST_FREE):
             raise OSError(FULL) from error
         raise
 

@@ -52,11 +52,11 @@ class _OfLibrary(BaseException):
     """An error such as torch's CheckpointException, which is no Exception."""
 
 
-@pytest.mark.parametrize(("free", "error"), [(50, CheckpointError), (10_000, _OfLibrary)])
+@pytest.mark.parametrize(("free", "error"), [(50, CheckpointError), (1 << 20, _OfLibrary)])
 def test_a_full_disk_is_named_also_where_a_library_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, error: type[BaseException]
 ) -> None:
-    frees = iter([10_000, free, free])
+    frees = iter([1 << 20, free, free])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=next(frees)))
     message = "the disk is too full; it needs 200 bytes, 50 are free" if free == 50 else "unexpected pos"
     with pytest.raises(error, match=message), written_whole(tmp_path / "step-1", 200) as folder:
