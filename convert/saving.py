@@ -22,8 +22,11 @@ from ligermodels.convert.journal import (
     temporary_name,
 )
 from ligermodels.convert.locks import Locked, locked
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, LigerModelsError
 
+FULL = "the disk is too full"
+LEAST_FREE = 1 << 16
+"""A disk with fewer free bytes is full: `needed` is approximate."""
 WAIT = 0.5
 """Seconds to wait for another process that saves into the same folder. Long enough for a reader that finishes the save
 of a killed process: see `journal.settle`."""
@@ -66,8 +69,9 @@ def written_whole(
                 )
             temporary.mkdir()
             if shutil.disk_usage(temporary).free < needed:
-                raise OSError("the disk is too full")
-            yield temporary
+                raise OSError(FULL)
+            with _full_disk_named(temporary, needed):
+                yield temporary
             _sync_all(temporary)
             if exists:
                 replace_files(folder, temporary, replaced)
@@ -87,6 +91,21 @@ def written_whole(
         for path in new_parents:
             with suppress(OSError):  # not empty: the save succeeded, or another process uses it
                 path.rmdir()
+
+
+@contextmanager
+def _full_disk_named(folder: Path, needed: int) -> Iterator[None]:
+    """Raise OSError for any error in writing `folder` if the disk has no room for what is missing of `needed` bytes:
+    libraries report a full disk by errors of their own, such as torch's "unexpected pos"."""
+    try:
+        yield
+    except (OSError, LigerModelsError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        if shutil.disk_usage(folder).free < max(needed - written, LEAST_FREE):
+            raise OSError(FULL) from error
+        raise
 
 
 def _resolved(folder: Path) -> Path:

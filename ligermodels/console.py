@@ -125,9 +125,9 @@ def progress(title: str, *, in_bytes: bool = False) -> Iterator[ProgressUpdate]:
     amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
     # A title that is too long is folded, so that the amount and the time are always complete.
     description = TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold"))
-    with _Bar(
-        description, BarColumn(bar_width=20), amount, TimeRemainingColumn(), console=screen, transient=True
-    ) as bar:
+    columns = (description, BarColumn(bar_width=20), amount, TimeRemainingColumn())
+    # By default rich knows no speed, and so no remaining time, from updates that are more than 30 seconds apart.
+    with _Bar(*columns, console=screen, transient=True, speed_estimate_period=math.inf) as bar:
         task = bar.add_task(title, total=None, note="")
         yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)
 

@@ -119,6 +119,16 @@ def data_files(names: Iterable[str | os.PathLike[str]], say: Say = lambda messag
     return files
 
 
+def absolute_name(name: str) -> str:
+    """The name of data with its absolute path, for `data_files` in another folder; datasets of the hub keep theirs."""
+    if name.startswith(hub_dataset.PREFIX):
+        return name
+    path = Path(name).expanduser()
+    is_pattern = glob.has_magic(name) and not os.path.lexists(path)
+    # The current folder is no part of the pattern.
+    return str(Path(glob.escape(os.getcwd())) / path if is_pattern else path.absolute())
+
+
 def _paths(path: Path, say: Say) -> list[Path]:
     """The files that a path names: itself, the files of a folder, or the matches of a glob."""
     if os.path.isdir(path):  # a name that is too long is no folder, and not an error yet

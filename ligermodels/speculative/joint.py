@@ -108,6 +108,11 @@ class JointMedusa(RefusesDropout):
         medusa.base.requires_grad_()
 
     @property
+    def trained_model(self) -> MedusaModel:
+        """The model with its heads, for callbacks."""
+        return self.medusa
+
+    @property
     def unrecordable(self) -> str:
         """Why steps are not recorded in CUDA graphs; "" if they are."""
         has_reference = self._reference[0] is not None

@@ -23,7 +23,8 @@ class Event:
     """The argument of `on_step`, `on_evaluate` and `on_save`.
 
     step, steps: number of the step, from 1, and number of steps of the run.
-    model: the model that the loop trains; for fine-tuning the `CausalLM`.
+    model: the model that is trained: for fine-tuning, by any objective, the `CausalLM`; for draft heads the model with
+        its heads.
     metrics: values by name. For `on_step`: `loss` and `grad_norm`, scalar tensors on the model's device, and
         `learning_rate`, a float; with several ranks `loss` is this rank's part of the sum. For `on_evaluate`: the
         metrics of the validation split, such as `loss`, as floats or lists of floats. For `on_save`: empty.
@@ -58,7 +59,7 @@ class Callback:
 
     def on_step(self, event: Event) -> None:
         """Called after every step, when the GPU may still compute it: reading a tensor of `event.metrics` waits for the
-        GPU. Metrics that wait for nothing come with `on_report`."""
+        GPU. Metrics that wait for nothing come with `on_report`. It may leave the model in evaluation mode."""
 
     def on_report(self, metrics: StepMetrics) -> None:
         """Called every `report_every` steps, before every `on_step_end`, and after the last step."""
@@ -84,6 +85,12 @@ class Callback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the values that `state_dict` returned. Called when a run resumes, if it returned any."""
+
+
+def trained_model(trainable: Any) -> Any:
+    """The model of `Event.model`: that of a module which computes its loss, by an attribute `trained_model`, or the
+    module itself."""
+    return getattr(trainable, "trained_model", trainable)
 
 
 def is_due(step: int, every: int | None, steps: int) -> bool:
@@ -160,9 +167,21 @@ def states_of(callbacks: Sequence[Callback]) -> dict[str, dict[str, Any]]:
     for name, state in states.items():
         try:
             json.dumps(state)
+            _require_text_keys(state)
         except (TypeError, ValueError) as error:
             raise InputError(f"callbacks: the state_dict of {name} must hold JSON types: {error}") from None
     return states
+
+
+def _require_text_keys(value: Any) -> None:
+    """Raise TypeError for a key that JSON would turn into text."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} is no text, and would come back as one")
+    if isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            _require_text_keys(item)
 
 
 def restore_states(

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from ligermodels.arguments import QuantizedFormat
 from ligermodels.training.objective_recipe import ObjectiveRecipe
-from ligermodels.training.settings import QUANTIZED, Condition, Integers, Names
+from ligermodels.training.settings import QUANTIZED, Condition, Integers, Names, PathName
 
 LM_EVAL = ("lm_eval_every", "lm_eval_limit", "lm_eval_num_fewshot", "lm_eval_batch_size", "lm_eval_include_path")
 """Options of lm-eval. After `lm_eval_` come names of lm-eval's command line."""
@@ -105,7 +105,7 @@ class FineTuningRecipe(ObjectiveRecipe, init=False):
         None, ge=0, description="lm-eval: examples in the prompt.  [default: the task's]"
     )
     lm_eval_batch_size: int = Field(1, ge=1, description="lm-eval: sequences per batch.")
-    lm_eval_include_path: str | None = Field(None, description="lm-eval: a folder with further tasks.")
+    lm_eval_include_path: PathName = Field(None, description="lm-eval: a folder with further tasks.")
 
     @model_validator(mode="after")
     def _default_learning_rate(self) -> FineTuningRecipe:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import yaml
 
 from ligermodels.convert.config_json import read_json
+from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, WEIGHTS, matching
 from ligermodels.convert.locks import Locked, locked
 from ligermodels.convert.saving import require_free
 from ligermodels.errors import CheckpointError
 from ligermodels.training.checkpoints import Checkpoints
-from ligermodels.training.inputs import BY_CONTENT, Content
+from ligermodels.training.inputs import BY_CONTENT, TEACHER, Content
 from ligermodels.training.recipe import TrainingRecipe
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ TENSORBOARD = "tensorboard"
 REFERENCE = "reference.npz"
 CURVES = "curves.png"
 """Files of a run before its export. CONTENT is written first and marks the folder of a run."""
+RESULT = (*WEIGHTS, "config.json", ADAPTER, "adapter_model.bin", ADAPTER_CONFIG, CURVES)
+"""Patterns of the names of the files by which programs know the result of a run; exports replace all others too."""
 LOCK = ".run.lock"
 """Locked as long as a run is alive."""
 
@@ -103,8 +106,7 @@ def _require_resumable(folder: Path) -> None:
         return
     checkpoints.newest()  # raises for checkpoints under other names
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {""}
-    names_of_files = {name for name in names if not (name.startswith(".") and name.endswith((".partial", ".lock")))}
-    interrupted = CONTENT in names and names_of_files <= {RECIPE, CONTENT, METRICS, CHECKPOINTS, TENSORBOARD, REFERENCE}
+    interrupted = CONTENT in names and not any(matching(name, RESULT) for name in names)
     if not interrupted and not names <= {_partial(CONTENT), LOCK, REFERENCE, _partial(REFERENCE)}:
         if {CONTENT, RECIPE} <= names and _keeps_no_checkpoint(folder / RECIPE):
             raise CheckpointError(
@@ -133,26 +135,30 @@ def prepare(folder: Path, recipe: TrainingRecipe, content: Content, *, start_ove
         folder: the folder.
         recipe: written to recipe.yaml.
         content: fingerprints of the files that the run reads, written to content.json.
-        start_over: remove the checkpoints and metrics of an earlier run.
+        start_over: remove the checkpoints and metrics of an earlier run, and its result: of an adapter and a model in
+            one folder, other programs would open the adapter.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if start_over:
         for name in (CHECKPOINTS, TENSORBOARD):
             shutil.rmtree(folder / name, ignore_errors=True)
-        (folder / CURVES).unlink(missing_ok=True)
+        for path in (path for path in folder.iterdir() if matching(path.name, RESULT) and path.is_file()):
+            path.unlink()
     for partial in folder.glob(".*.partial"):  # of killed processes
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
         else:
             partial.unlink()
     write_atomically(folder / CONTENT, f"{json.dumps(content, indent=1)}\n".encode())
-    write_atomically(folder / RECIPE, yaml.safe_dump(recipe.settings(), sort_keys=False, allow_unicode=True).encode())
+    write_atomically(
+        folder / RECIPE, yaml.safe_dump(recipe.absolute_settings(), sort_keys=False, allow_unicode=True).encode()
+    )
 
 
 def read_content(folder: Path) -> Content:
     """The fingerprints that a run wrote. Raises CheckpointError or ConfigError if they are missing or damaged."""
     content: Content = read_json(folder / CONTENT)
-    if content.keys() != BY_CONTENT:
+    if content.keys() - {TEACHER} != BY_CONTENT:
         raise CheckpointError(f"{folder / CONTENT}: is damaged: it must hold {', '.join(sorted(BY_CONTENT))}")
     return content
 

@@ -7,35 +7,62 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ligermodels.errors import ConfigError
 
 
+def absolute_import(path: str) -> str:
+    """The import path that finds the same object from every folder: FOLDER/MODULE:NAME for a module in the current
+    folder; `path` itself for a module that is installed."""
+    folder, module, _ = _parts(path)
+    code = Path(folder, *module.split("."))
+    if folder or any(file.is_file() for file in (code.with_name(f"{code.name}.py"), code / "__init__.py")):
+        return str(Path(folder).expanduser().absolute() / os.path.basename(path))
+    return path
+
+
+def short_import(path: str) -> str:
+    """An import path without its folder, MODULE:NAME."""
+    return os.path.basename(path)
+
+
+def _parts(path: str) -> tuple[str, str, str]:
+    """The folder ("" for the current one), module and name of an import path."""
+    module, _, name = path.rpartition(":")
+    return os.path.dirname(module), os.path.basename(module), name
+
+
 def imported(path: str, setting: str) -> Any:
-    """The object at an import path such as "package.module:Class". Modules in the current folder are found too.
-    Messages name the `setting` that holds the path.
+    """The object at an import path such as "package.module:Class". Modules in the current folder are found too, and
+    modules in the folder of "folder/module:Class". Messages name the `setting` that holds the path.
 
     Raises:
         ConfigError: another form, a module that cannot be imported, or no such name in it.
     """
-    module_name, colon, name = path.partition(":")
-    if not (module_name and colon and name):
+    folder, module_name, name = _parts(path)
+    if not (module_name and name):
         raise ConfigError(f"{setting}: must be module:name, such as my_code:name; got {path!r}")
-    folder = os.getcwd()
-    sys.path.insert(0, folder)  # like `python -m`
+    place = str(Path(folder).expanduser().absolute())
+    sys.path.insert(0, place)  # like `python -m`
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        where = "" if error.name != module_name else f", neither installed nor in {folder}"
+        where = "" if error.name != module_name else f", neither installed nor in {place}"
         raise ConfigError(f"{setting}: {path}: there is no module {error.name!r}{where}") from error
     except Exception as error:  # the module is the user's
         message = f"importing {module_name} failed: {type(error).__name__}: {error}"
         raise ConfigError(f"{setting}: {path}: {message}") from error
     finally:
-        sys.path.remove(folder)
+        sys.path.remove(place)
+        if place not in sys.path:
+            sys.path.append(place)  # the code may import modules beside it when it is called
+    file = module.__file__ or module_name
+    if folder and not Path(file).resolve().is_relative_to(Path(place).resolve()):
+        raise ConfigError(f"{setting}: {path}: another module with this name has been imported, {file}; rename one")
     if not hasattr(module, name):
-        raise ConfigError(f"{setting}: {path}: {name} does not exist in {module.__file__ or module_name}")
+        raise ConfigError(f"{setting}: {path}: {name} does not exist in {file}")
     return getattr(module, name)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ligermodels.convert import hub
 from ligermodels.data import fingerprint
 from ligermodels.data.built_in_templates import template_file
 from ligermodels.data.documents import Documents
@@ -23,6 +24,7 @@ from ligermodels.data.workers import default_count
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.training.base import Base
 from ligermodels.training.console import Console
+from ligermodels.training.locations import comparable_settings
 from ligermodels.training.optimizer_settings import DECAY
 from ligermodels.training.recipe import R, TrainingRecipe
 from ligermodels.training.settings import with_effect
@@ -30,11 +32,14 @@ from ligermodels.training.settings import with_effect
 BY_CONTENT = {"base", "data", "chat_template"}
 """Settings that name files. A resumed run needs files with the same content; their paths may differ."""
 
+TEACHER = "teacher"
+"""Setting of the objective distill, and the name of its fingerprints beside BY_CONTENT, if it is given."""
+
 LENGTH = {"steps", "epochs"}
 """Settings of the length of a run. It may become longer when it resumes."""
 
 Content = dict[str, list[Fingerprint]]
-"""Setting in BY_CONTENT -> fingerprints of its files."""
+"""Setting in BY_CONTENT, or TEACHER -> fingerprints of its files."""
 
 
 class DataSource(NamedTuple):
@@ -160,9 +165,9 @@ def same_recipe(recipe: R, before: Mapping[str, Any]) -> R:
     before = settings_before(recipe, before)
     kept = {name: before[name] for name in recipe.kept}
     recipe = recipe.model_copy(update={"date": recipe.date or before["date"], **kept})
-    free = recipe.may_change | BY_CONTENT | LENGTH | DECAY  # `check_schedule` compares LENGTH and DECAY
+    free = recipe.may_change | BY_CONTENT | {TEACHER} | LENGTH | DECAY  # `check_schedule` compares LENGTH and DECAY
     now = {name: value for name, value in recipe.settings().items() if name not in free}
-    if message := changes(now, before):
+    if message := changes(*(comparable_settings(type(recipe).model_fields, settings) for settings in (now, before))):
         raise ConfigError(f"the run cannot resume with another recipe: {message}; leave it out, or start over")
     return recipe
 
@@ -186,13 +191,23 @@ def changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
     return "; ".join(f"{name} was {before.get(name)!r}, is {value!r}" for name, value in changed.items())
 
 
-def content_of(recipe: TrainingRecipe, base: Base) -> Content:
-    """Fingerprints of the files that a run reads. Raises InputError and CheckpointError for unreadable files."""
-    return {
+def content_of(recipe: TrainingRecipe, base: Base, *, on_meta: bool = False) -> Content:
+    """Fingerprints of the files that a run reads. Raises InputError and CheckpointError for unreadable files.
+
+    Args:
+        recipe: the settings.
+        base: the files of the base model.
+        on_meta: leave out the weights of a teacher, so that they are not fetched from the hub.
+    """
+    content = {
         "base": base.fingerprints(),
         "data": data_content(recipe),
         "chat_template": [fingerprint.of_file(template_file(recipe.chat_template))] if recipe.chat_template else [],
     }
+    if teacher := recipe.settings().get(TEACHER):
+        folder = hub.resolve(teacher, weights=not on_meta)
+        content[TEACHER] = fingerprint.of_checkpoint(folder / "config.json", folder, None if on_meta else folder)
+    return content
 
 
 def data_content(recipe: TrainingRecipe) -> list[Fingerprint]:
@@ -203,15 +218,20 @@ def data_content(recipe: TrainingRecipe) -> list[Fingerprint]:
     ]
 
 
-def require_same_content(now: Content, before: Content, *, with_weights: bool = True) -> None:
-    """Raise InputError for other data, CheckpointError for another base or chat template; messages name the files.
+def require_same_content(now: Content, before: Content, *, weightless: Collection[str] = ()) -> None:
+    """Raise InputError for other data, CheckpointError for another base, teacher or chat template; messages name the
+    files.
 
-    Without `with_weights`, `now` has no fingerprints of weights, and those in `before` do not count."""
-    if not with_weights:
-        before = {**before, "base": [file for file in before["base"] if not file["name"].endswith(".safetensors")]}
-    for name, error in (("data", InputError), ("chat_template", CheckpointError), ("base", CheckpointError)):
-        if differences := list(_differences(now[name], before[name], in_order=name == "data")):
-            raise error(
+    Args:
+        now: fingerprints of the files that there are.
+        before: fingerprints at the start of the run; earlier releases have none of a teacher.
+        weightless: names for which `now` has no fingerprints of weights; those in `before` do not count.
+    """
+    errors = {"data": InputError, "chat_template": CheckpointError, TEACHER: CheckpointError, "base": CheckpointError}
+    for name in (name for name in errors if name in now and name in before):
+        known = [file for file in before[name] if name not in weightless or not file["name"].endswith(".safetensors")]
+        if differences := list(_differences(now[name], known, in_order=name == "data")):
+            raise errors[name](
                 f"{name}: differs from the start of the run: {'; '.join(differences)}. Give the original files, "
                 "wherever they are now, or start over"
             )

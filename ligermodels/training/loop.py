@@ -14,10 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from ligermodels.data.batches import Batch, count_targets
 from ligermodels.errors import InputError
 from ligermodels.generation.context_length import context_length, warn_beyond_context
-from ligermodels.training.callback import Callback, Event, Hook, callbacks_of, is_due
+from ligermodels.training.callback import Callback, Event, Hook, callbacks_of, is_due, trained_model
 from ligermodels.training.cuda_graph import CudaGraph, make_step
 from ligermodels.training.renamed import renamed_arguments
-from ligermodels.training.reports import OutputMetrics, PendingStep, StepLog, StepMetrics
+from ligermodels.training.reports import TARGETS, OutputMetrics, PendingStep, StepLog, StepMetrics
 from ligermodels.training.step import EagerStep, StepResult, Trainable
 
 
@@ -96,7 +96,7 @@ def train(
     device, ranks = eager_step.device, eager_step.ranks
     micro_batches, check_length = iter(batches), ContextLengthCheck(model)
     model.train()
-    log = StepLog(steps, targets, device, ranks)
+    log = StepLog(steps, targets, device, ranks, getattr(model, "loss_unit", TARGETS))
     for step in range(start + 1, steps + 1):
         parts = list(islice(micro_batches, accumulation_steps))
         if len(parts) < accumulation_steps:
@@ -110,7 +110,8 @@ def train(
         if schedule is not None:
             schedule.step()
         log.add(PendingStep(step, learning_rate, parts, num_targets, *result))
-        _on_step(callbacks, Event(step, steps, model), learning_rate, result)
+        _on_step(callbacks, Event(step, steps, trained_model(model)), learning_rate, result)
+        _keep_training(model)
 
         is_last = step == steps or _should_stop(callbacks)
         due = [callback for callback in callbacks if is_due(step, callback.every, steps)]
@@ -130,6 +131,12 @@ def _on_step(callbacks: Iterable[Callback], event: Event, learning_rate: float, 
     event = replace(event, metrics={"loss": loss, "grad_norm": result.grad_norm, "learning_rate": learning_rate})
     for callback in callbacks:
         callback.on_step(event)
+
+
+def _keep_training(model: Trainable) -> None:
+    """Set the model to training mode if a callback has left it in evaluation mode."""
+    if not (getattr(model, "training", True) and getattr(trained_model(model), "training", True)):
+        model.train()
 
 
 def _call(callbacks: Iterable[Callback], due: Iterable[Callback], report: StepMetrics) -> None:

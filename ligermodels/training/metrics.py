@@ -120,7 +120,7 @@ SHOWN = (
 def progress_note(state: StepMetrics) -> str:
     """The text beside the progress bar."""
     parts = [
-        f"loss {state.loss:.4f} (mean of {state.report_targets:,} targets)",
+        f"loss {state.loss:.4f} (mean of {state.report_targets:,} {state.unit})",
         f"{state.tokens_per_second:,.0f} tokens/s",
     ]
     for name, value in state.each[-1].losses.items():

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from ligermodels.arguments import MTP_STEPS
 from ligermodels.errors import ConfigError
+from ligermodels.training.locations import local_except
 from ligermodels.training.recipe import TrainingRecipe
-from ligermodels.training.settings import PathName
+from ligermodels.training.settings import TEXT_OF_PATH
 
 NEW = "new"
 """Value of `start_from` for a new head."""
@@ -37,7 +38,7 @@ class MTPRecipe(TrainingRecipe, init=False):
         None, ge=1, description="Layers of the head.  [default: as in the head to start from; 1 for a new head]"
     )
     decay: float = Field(0.6, ge=0, description="Loss weight of step j: decay ** j, divided by the sum of all.")
-    start_from: PathName = Field(
+    start_from: Annotated[str | None, TEXT_OF_PATH, local_except(NEW)] = Field(
         None, description="Head to start from: a folder, a hub id, or new.  [default: the model's own, else a new head]"
     )
     write: Literal["head", "checkpoint"] = Field(

@@ -61,6 +61,11 @@ class ObjectiveModel(nn.Module):
         super().__init__()
         self.model = model
 
+    @property
+    def trained_model(self) -> CausalLM:
+        """The model, for callbacks."""
+        return self.model
+
     def num_targets(self, labels: Tensor, *bounds: Any, **named_bounds: Any) -> Tensor:
         """Number of targets of a batch: see `CausalLM.num_targets`."""
         return self.model.num_targets(labels, *bounds, **named_bounds)

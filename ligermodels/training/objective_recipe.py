@@ -9,7 +9,7 @@ from pydantic import Field
 from ligermodels.errors import ConfigError
 from ligermodels.training.policy_recipe import POLICY, POLICY_CONDITIONS, PolicySettings, check_policy
 from ligermodels.training.recipe import CONDITIONS, TrainingRecipe
-from ligermodels.training.settings import Condition, DataForm, Names, Numbers, PathName
+from ligermodels.training.settings import Condition, DataForm, ImportPath, Names, Numbers, PathName
 
 
 class ObjectiveSettings(NamedTuple):
@@ -80,7 +80,7 @@ class ObjectiveRecipe(TrainingRecipe, PolicySettings, init=False):
         description="What is trained: next tokens, preferences (pairs; kto: labels), a teacher's predictions, or "
         "(grpo) rewards of sampled completions.",
     )
-    loss: str | None = Field(
+    loss: ImportPath = Field(
         None, description="A loss of your own, MODULE:FUNCTION, on the data of the objective.  [default: its own]"
     )
     beta: float | None = Field(

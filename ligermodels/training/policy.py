@@ -13,6 +13,7 @@ from ligermodels.models.causal_lm import CausalLM
 from ligermodels.training.objective_evaluation import Metrics, ObjectiveModel, ObjectiveOutput
 from ligermodels.training.policy_recipe import LOSS_SETTINGS
 from ligermodels.training.preference import by_sequence
+from ligermodels.training.reports import LossUnit
 
 CLIPPED = {"low": "clip_ratio_low", "high": "clip_ratio_high", "region": "clip_ratio"}
 """Metrics "clip_ratio/NAME_mean", as TRL's -> fields of `GRPOLoss`."""
@@ -74,6 +75,8 @@ class PolicyModel(ObjectiveModel):
         self._weight_max = weight_max
         self._sampling: dict[str, Any] = {} if temperature == 1 else {"temperature": temperature}
         self.metric_names, self._options = tuple(metric_names), dict(options)
+        self._is_of_tokens = "num_items_in_batch" in _used(options)
+        self.loss_unit = LossUnit(index=1) if self._is_of_tokens else LossUnit("completions", 0)
 
     def token_log_probs(
         self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor, targets: Tensor
@@ -130,8 +133,7 @@ class PolicyModel(ObjectiveModel):
         log_probs, mask, out = self.token_log_probs(input_ids, labels, cu_seqlens, targets)
         old, ref = (None if x is None else x.to(log_probs.dtype) for x in (old_log_probs, ref_log_probs))
         options, share = self._options, len(advantages) / num_items_in_batch[0]
-        of_tokens = "num_items_in_batch" in _used(options)
-        if of_tokens:
+        if self._is_of_tokens:
             options = {**options, "num_items_in_batch": num_items_in_batch[1]}
         advantages, of_sampler = advantages.to(log_probs.dtype), Metrics()
         if sampler_log_probs is not None:
@@ -139,7 +141,7 @@ class PolicyModel(ObjectiveModel):
             weights, of_sampler = self._importance_weights(sampled_as, sampler_log_probs.to(log_probs.dtype), mask)
             advantages = advantages[:, None] * weights  # of each token
         result = grpo_loss(log_probs, advantages, mask, old, ref, **options)
-        loss = result.loss if of_tokens else result.loss * share
+        loss = result.loss if self._is_of_tokens else result.loss * share
         metrics = dict(zip(self.metric_names, sampled.to(log_probs.dtype).unbind(), strict=True))
         sums: Metrics = {name: (value[0], value[1]) for name, value in metrics.items()}
         by_completion = advantages.ndim == 1 and self._options.get("importance_sampling_level") == "sequence"

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from ligermodels.errors import ConfigError
-from ligermodels.training.settings import Condition, Names, Numbers
+from ligermodels.training.settings import Condition, ImportPaths, Numbers
 
 LOSS_SETTINGS = ("beta", "use_bias_correction_kl", "epsilon", "epsilon_high", "delta", "importance_sampling_level")
 """Settings that are arguments of `grpo_loss`, beside `loss_type`."""
@@ -25,7 +25,7 @@ POLICY = (
 class PolicySettings(BaseModel):
     """Settings of the objective grpo."""
 
-    reward: Names = Field((), description="grpo: functions that rate completions, MODULE:FUNCTION.")
+    reward: ImportPaths = Field((), description="grpo: functions that rate completions, MODULE:FUNCTION.")
     reward_weights: Numbers = Field((), description="grpo: weight of each reward.  [default: 1]")
     scale_rewards: Literal["group", "batch", "none"] = Field(
         "group", description="grpo: divide advantages by the standard deviation of a prompt's rewards, of all, or not."

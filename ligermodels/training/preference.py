@@ -16,6 +16,7 @@ from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.ranks import DataRanks
 from ligermodels.training.objective_evaluation import ObjectiveModel, ObjectiveOutput
 from ligermodels.training.objective_losses import ItemLosses, PreferenceObjective, Scores, metrics_of
+from ligermodels.training.reports import LossUnit
 
 CUSTOM = "a loss of your own may do what a graph cannot record"
 SORTED = frozenset({"aot", "aot_unpaired"})
@@ -42,6 +43,7 @@ class PreferenceModel(ObjectiveModel):
         super().__init__(model)
         self.objective, self.settings = objective, dict(settings)
         self.sequences_per_item = 2 if pairs else 1
+        self.loss_unit = LossUnit("pairs" if pairs else "completions", 0)
 
     @property
     def unrecordable(self) -> str:

@@ -22,13 +22,16 @@ from pydantic import (
 
 from ligermodels.arguments import ActivationCheckpointing
 from ligermodels.data.built_in_templates import TOKENS as BUILT_IN
+from ligermodels.data.files import absolute_name
 from ligermodels.errors import ConfigError, short, validation_message
 from ligermodels.parallel.plan import ParallelPlan
+from ligermodels.training.locations import Located, absolute_settings, local_except
 from ligermodels.training.optimizer_settings import OPTIMIZER_CONDITIONS, OptimizerSettings
 from ligermodels.training.recipe_file import recipe_settings
 from ligermodels.training.settings import (
     MONITORING_CONDITIONS,
     STREAMING,
+    TEXT_OF_PATH,
     TOKENISING,
     Condition,
     DataForm,
@@ -112,7 +115,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
     """Settings that a resumed run takes from its checkpoint."""
 
     base: PathName = Field(None, description="The model: a checkpoint folder, or a Hugging Face hub id.")
-    data: tuple[str, ...] = Field(
+    data: Annotated[tuple[str, ...], Located(absolute_name)] = Field(
         (),
         description="Texts, or files with a text or a chat in each record: .jsonl, .json, .csv, .parquet, "
         "also compressed; a folder, a glob, or hf:owner/name.",
@@ -129,7 +132,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
         None, ge=1, description="Tokens of the validation split to evaluate on.  [default: all]"
     )
     max_bad_lines: int = Field(0, ge=0, description="Unusable lines that are skipped, with a message each.")
-    chat_template: PathName = Field(
+    chat_template: Annotated[str | None, TEXT_OF_PATH, local_except(*BUILT_IN)] = Field(
         None, description=f"File of a chat template, or one of {', '.join(BUILT_IN)}.  [default: the checkpoint's]"
     )
     tokenizer: PathName = Field(
@@ -389,3 +392,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
     def settings(self) -> dict[str, Any]:
         """Name -> value of each field, as JSON types."""
         return self.model_dump(mode="json")
+
+    def absolute_settings(self) -> dict[str, Any]:
+        """`settings`, with absolute paths in place of relative ones, so that a run resumes from any folder."""
+        return absolute_settings(type(self).model_fields, self.settings())

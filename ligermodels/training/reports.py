@@ -53,6 +53,25 @@ class OutputMetrics:
 
 
 @dataclass(frozen=True)
+class LossUnit:
+    """What the loss of a model is a mean over: an attribute `loss_unit` of models, by default their targets.
+
+    name: the plural, for messages.
+    index: position of its number in `num_targets`; None for the sum of all numbers there, as of several heads.
+    """
+
+    name: str = "targets"
+    index: int | None = None
+
+    def count(self, num_targets: Tensor) -> Tensor:
+        """The number of terms of the mean, (), in the result of `num_targets`."""
+        return num_targets.sum() if self.index is None else num_targets[self.index]
+
+
+TARGETS = LossUnit()
+
+
+@dataclass(frozen=True)
 class Step:
     """Metrics of one optimizer step.
 
@@ -61,7 +80,7 @@ class Step:
     grad_norm: norm of the gradient before clipping.
     learning_rate: learning rate of the first parameter group.
     tokens: number of tokens.
-    targets: number of targets, the sum over the heads of a model with several.
+    targets: number of targets, the sum over the heads of a model with several; or of another `LossUnit`.
     losses: `OutputMetrics.losses`.
     load: metrics of the load of a mixture's experts: see `load_metrics`.
     """
@@ -81,7 +100,7 @@ class StepMetrics:
     """A report on the steps since the last report.
 
     step, steps: number of the last step, and the number of steps in all.
-    loss: mean over the targets of the report (all steps since the last one).
+    loss: mean over the targets of the report (all steps since the last one), or over another `LossUnit`.
     grad_norm: norm of the gradient of the last step, before clipping.
     learning_rate: learning rate of the last step.
     tokens_per_second: tokens of the report per second, of all ranks together.
@@ -91,6 +110,7 @@ class StepMetrics:
     peak_memory: bytes allocated on the GPU, or by the process on a CPU, at most; None where it is unknown.
     targets: number of targets since step 1.
     report_targets: number of targets of the report.
+    unit: what is counted as `targets`: "targets", or the name of the model's `LossUnit`, such as "pairs".
     """
 
     step: int
@@ -105,6 +125,7 @@ class StepMetrics:
     targets: int
     report_targets: int
     means: Mapping[str, Value] = field(default_factory=dict)
+    unit: str = TARGETS.name
 
 
 @dataclass(frozen=True)
@@ -136,8 +157,10 @@ class PendingStep:
 class StepLog:
     """The steps since the last report. Only `report` waits for the GPU."""
 
-    def __init__(self, steps: int, targets: int, device: torch.device, ranks: DataRanks) -> None:
-        self._steps, self._targets, self._device, self._ranks = steps, targets, device, ranks
+    def __init__(
+        self, steps: int, targets: int, device: torch.device, ranks: DataRanks, unit: LossUnit = TARGETS
+    ) -> None:
+        self._steps, self._targets, self._device, self._ranks, self._unit = steps, targets, device, ranks, unit
         self.start()
 
     def start(self) -> None:
@@ -156,10 +179,11 @@ class StepLog:
             TrainingError: a loss or a gradient is not finite, or there was no target in the first steps.
         """
         pending = self._pending
-        counts: list[int] = torch.stack([step.num_targets.sum() for step in pending]).tolist()
+        pairs = [(self._unit.count(step.num_targets), step.num_targets.sum()) for step in pending]
+        counts, sums = torch.stack([torch.stack(pair) for pair in pairs]).T.tolist()
         report_targets = sum(counts)
         self._targets += report_targets
-        if not self._targets and pending[-1].step >= min(self._steps, PATIENCE):
+        if not (self._targets or any(sums)) and pending[-1].step >= min(self._steps, PATIENCE):
             raise _no_target(pending)
         steps = self._metrics_of_steps(counts)
         seconds = time.perf_counter() - self._start_time
@@ -179,6 +203,7 @@ class StepLog:
             self._targets,
             report_targets,
             {**self._divided(totals.means), **chains},
+            self._unit.name,
         )
 
     def _divided(self, totals: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Value]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import ConfigError, InputError, short
-from ligermodels.training.import_path import function_at
+from ligermodels.training.import_path import function_at, short_import
 
 if TYPE_CHECKING:
     from ligermodels.training.run_plan import RunPlan
@@ -108,8 +108,9 @@ class Rewards:
     def __init__(self, paths: Sequence[str], weights: Sequence[float] = ()) -> None:
         self.functions = [Reward(path) for path in paths]
         self._weights = torch.tensor(weights or [1.0] * len(paths))
-        short_names = [path.partition(":")[2] for path in paths]
-        self.names = short_names if len({*short_names}) == len(paths) else list(paths)
+        paths = [short_import(path) for path in paths]
+        short_names = [path.rpartition(":")[2] for path in paths]
+        self.names = short_names if len({*short_names}) == len(paths) else paths
         """Names of the functions, for metrics."""
         self._has_warned = False
 

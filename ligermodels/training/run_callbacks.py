@@ -140,7 +140,7 @@ class RunCallbacks:
         lm_eval: Any = None,
     ) -> None:
         plan, recipe, say = state.plan, state.plan.recipe, state.console.say
-        self.events, self._metrics, self._state = Events(plan.steps, state.job.trainable), metrics, state
+        self.events, self._metrics, self._state = Events(plan.steps, state.job.model), metrics, state
         self.save = SaveCheckpoint(state, recipe.checkpoint_every or plan.steps, self.events)
         evaluate = partial(state.evaluate, stop.should_stop)
         every = recipe.evaluate_every or plan.steps

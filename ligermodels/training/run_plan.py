@@ -31,6 +31,7 @@ from ligermodels.training.counting import count_steps, data_messages, num_docume
 from ligermodels.training.extension import check_schedule, warmup_steps
 from ligermodels.training.folder import require_apart
 from ligermodels.training.inputs import (
+    TEACHER,
     Content,
     content_of,
     documents_of,
@@ -178,10 +179,13 @@ def plan_run(
             "float32"
         )
     documents = documents_of(recipe, base, console.say)
-    content = on_first_rank(lambda: content_of(recipe, base))
+    content = on_first_rank(lambda: content_of(recipe, base, on_meta=on_meta))
     _require_same_data(documents, ranks)
     if checkpoint:
-        require_same_content(content, checkpoint["content"], with_weights=base.reads_weights)
+        weightless = {TEACHER: on_meta, "base": not base.reads_weights}
+        require_same_content(
+            content, checkpoint["content"], weightless={name for name in weightless if weightless[name]}
+        )
     training, validation = split(recipe, documents)
     if isinstance(training, Mixture):
         console.say(mixture_summary(recipe, documents, training))

@@ -69,7 +69,7 @@ class RunState:
             "steps": self.plan.steps,
             "warmup_steps": self.plan.warmup_steps,
             "targets": targets,
-            "recipe": self.plan.recipe.settings(),
+            "recipe": self.plan.recipe.absolute_settings(),
             "content": self.plan.content,
             "schedule": self.schedule.state_dict(),
             "data": self.batches.state_dict(),

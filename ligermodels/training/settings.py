@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, Field
 
 from ligermodels.errors import ConfigError
+from ligermodels.training.import_path import absolute_import, short_import
+from ligermodels.training.locations import LOCAL, Located
 
 Condition = tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str]
 """Names of settings; a function of all settings: whether these have an effect; the reason if they have none."""
@@ -72,10 +74,14 @@ Names = Annotated[tuple[str, ...], BeforeValidator(one_or_several)]
 """A name, or several."""
 Numbers = Annotated[tuple[float, ...], BeforeValidator(one_or_several)]
 Integers = Annotated[tuple[int, ...], BeforeValidator(one_or_several)]
-PathName = Annotated[
-    str | None, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)
-]
+TEXT_OF_PATH = BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)
+PathName = Annotated[str | None, TEXT_OF_PATH, LOCAL]
 """A path or a hub id, as text."""
+CODE = Located(absolute_import, compared=short_import)
+ImportPath = Annotated[str | None, CODE]
+"""MODULE:NAME, or FOLDER/MODULE:NAME."""
+ImportPaths = Annotated[Names, CODE]
+"""An import path, or several."""
 
 
 class DataForm(NamedTuple):
@@ -189,7 +195,7 @@ class MonitoringSettings(BaseModel):
         None, description="Trackers: project of the run.  [default: name of the output folder's parent folder]"
     )
     run_name: str | None = Field(None, description="Trackers: name of the run.  [default: name of the output folder]")
-    callback: Names = Field(
+    callback: ImportPaths = Field(
         (), description="Import path of a subclass of training.Callback, as module:Class.  [default: none]"
     )
     early_stopping_patience: int | None = Field(

@@ -122,10 +122,11 @@ def test_heads_have_the_same_events(base: Path, data: Path, tmp_path: Path) -> N
     assert recorder.told[2][2].keys() == {"loss", "top1", "top5"}
 
 
-def test_other_states_than_json_are_named(base: Path, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("state", [{"tensor": torch.ones(2)}, {"counts": [{1: 2}]}], ids=["tensor", "key"])
+def test_other_states_than_json_are_named(base: Path, data: Path, tmp_path: Path, state: dict[str, Any]) -> None:
     class Wrong(Callback):
         def state_dict(self) -> dict[str, Any]:
-            return {"tensor": torch.ones(2)}
+            return state
 
     with pytest.raises(InputError, match=r"state_dict of .*Wrong must hold JSON types"):
         fine_tune(recipe_of(base, data), tmp_path / "out", callbacks=[Wrong()])
@@ -177,7 +178,7 @@ def test_a_callback_by_its_import_path(base: Path, data: Path, tmp_path: Path, m
     result = CliRunner().invoke(app, ["train", str(base), "--data", str(data), "--out", "out", *flags.split()])
     assert result.exit_code == 0, result.output
     assert "stopped early, after step 2 of 5" in result.stderr and "wrote out" in result.stderr
-    assert FineTuningRecipe.read(tmp_path / "out" / "recipe.yaml").callback == ("my_callbacks:Two",)
+    assert FineTuningRecipe.read(tmp_path / "out" / "recipe.yaml").callback == (f"{tmp_path}/my_callbacks:Two",)
 
 
 SCRIPT = [5.0, 4.0, 4.5, 3.95, 3.9, 4.2, 4.1, 4.0]

@@ -2,12 +2,16 @@
 
 import errno
 import resource
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from ligermodels.convert.saving import written_whole
+from ligermodels.errors import CheckpointError
 from ligermodels.training.folder import write_atomically
 from ligermodels.training.metrics import Metrics
 
@@ -42,3 +46,20 @@ def test_the_file_is_named(tmp_path: Path, write: Callable[[Path], None]) -> Non
         write(tmp_path)
     assert raised.value.errno == errno.EFBIG
     assert (tmp_path / "metrics.jsonl").exists() == (write is _append)
+
+
+class _OfLibrary(BaseException):
+    """An error such as torch's CheckpointException, which is no Exception."""
+
+
+@pytest.mark.parametrize(("free", "error"), [(50, CheckpointError), (1 << 20, _OfLibrary)])
+def test_a_full_disk_is_named_also_where_a_library_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, error: type[BaseException]
+) -> None:
+    frees = iter([1 << 20, free, free])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=next(frees)))
+    message = "the disk is too full; it needs 200 bytes, 50 are free" if free == 50 else "unexpected pos"
+    with pytest.raises(error, match=message), written_whole(tmp_path / "step-1", 200) as folder:
+        (folder / "tensors").write_bytes(bytes(100))
+        raise _OfLibrary("unexpected pos 704 vs 598")
+    assert not list(tmp_path.iterdir())
