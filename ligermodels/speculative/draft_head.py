@@ -201,8 +201,9 @@ class DraftHeadModel(MultiHeadModel):
         path, formats = hub.resolve(folder), cls.formats
         with reading(path, partial(files.open_head, path, names=formats.tensor_name)) as (stored, reader):
             require_type(stored, cls.head_type, path)
-            config = formats.read_config(stored, base.config)
-            vocabulary = files.stored_vocabulary(reader.headers, base.config.vocab_size)
+            with files.errors_of(path):
+                config = formats.read_config(stored, base.config)
+                vocabulary = files.stored_vocabulary(reader.headers, base.config.vocab_size)
             try:
                 files.check_fit(base.config, config, vocabulary)
             except InputError as error:
@@ -234,8 +235,8 @@ class DraftHeadModel(MultiHeadModel):
             profile: "speculators", which vLLM reads. EAGLE-3: also "specforge", which SGLang and vLLM read, or
                 "deepspec", whose heads are of Qwen3's kind, with all tokens and the states of five layers. DFlash: also
                 "z-lab", DSpark: also "deepspec", which SGLang and vLLM read.
-            base_model: the base model's hub id or folder, for config.json. Default: the checkpoint that the base model
-                was loaded from.
+            base_model: the base model's hub id or folder, for config.json of formats that name it: "speculators", and
+                "deepspec" of EAGLE-3. Default: the checkpoint that the base model was loaded from.
             overwrite: replace a checkpoint in the folder.
 
         Raises:

@@ -157,6 +157,11 @@ class DraftVocabulary(nn.Module):
         Raises:
             CheckpointError: the tables contradict each other, or do not fit the model.
         """
+        if t2d is not None and t2d.shape != (vocab_size,):
+            raise CheckpointError(
+                f"t2d: has the shape {tuple(t2d.shape)}, and the model {vocab_size:,} tokens; give the base model of "
+                "this head"
+            )
         tokens = d2t.long() + torch.arange(len(d2t))
         try:
             vocabulary = cls(tokens, vocab_size)

@@ -85,7 +85,7 @@ def _deepspec(config: Eagle3Config, target: Target, num_steps: int, decay: float
         "architectures": ["Qwen3Eagle3Model"],
         "num_target_layers": target.num_layers,
         "layer_types": ["full_attention"],
-        "target_model_name_or_path": target.name,
+        "target_model_name_or_path": target.required_name,
         LAYER_IDS: list(layer_ids_of(config.boundaries)),
         STEPS_FIELD: num_steps,
         DECAY_FIELD: decay,
@@ -161,7 +161,7 @@ def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> Eagle3Confi
     whole = dict(stored if flat else object_field(stored, "transformer_layer_config"))
     layer = {name: value for name, value in whole.items() if name in LAYER_FIELDS or not flat}
     layer.pop("architectures", None)  # of the head
-    flags = {flag: bool(stored.get(flag, False)) for flag in EAGLE_FLAGS}
+    flags = {flag: stored[flag] for flag in EAGLE_FLAGS if stored.get(flag) is not None}
     if not flat and "norm_before_residual" not in stored:
         warn_caller(
             "config.json: norm_before_residual is missing; vLLM takes it for true, and so does this model",
@@ -172,7 +172,7 @@ def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> Eagle3Confi
         layer={"model_type": "llama"} | layer,
         boundaries=agreed_boundaries(stored_boundaries(stored)) or default_boundaries(len(target.blocks)),
         target_hidden_size=stored.get("target_hidden_size") or target.hidden_size,
-        draft_vocab_size=stored.get("draft_vocab_size") or layer["vocab_size"],
+        draft_vocab_size=stored.get("draft_vocab_size") or layer.get("vocab_size") or 0,
         **flags,
     )
 

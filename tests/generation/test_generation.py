@@ -683,6 +683,17 @@ def test_bad_acceptance(model: Toy, options: dict[str, float], message: str) -> 
 
 
 @torch.no_grad()
+def test_a_state_is_for_models_of_one_config() -> None:
+    """A cache of another window would hold other keys, without an error of a shape."""
+    config = {**CONFIGS["mistral-window"], "initializer_range": 0.3}
+    model, ids = lm.from_config(config), torch.tensor([[3, 1, 4]])
+    model(ids, state=lm.from_config(config).new_state(1, 9))  # an equal config
+    for other in ({"sliding_window": 2}, {"num_hidden_layers": 1}, {"head_dim": 16}):
+        with pytest.raises(InputError, match=r"^state: was made by a model with another config; make it by new_state"):
+            model(ids, state=lm.from_config({**config, **other}).new_state(1, 9))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["llama-3.1", "mistral-window", "gemma3_text", "qwen3", "olmo2"])
 def test_passes_with_a_state_are_one_pass_over_the_whole_sequence(name: str) -> None:
     """A prefill of two lengths, two tokens, a tree of which each sequence keeps another path, and one token more."""
