@@ -11,6 +11,9 @@ from zoo import CONFIGS
 
 import ligermodels as lm
 from ligermodels.errors import ConfigError, InputError
+from ligermodels.speculative.draft_vocabulary import DraftVocabulary
+from ligermodels.speculative.load import load_multi_head
+from ligermodels.speculative.verify import verify_heads
 
 IDS = torch.tensor([[5, 9, 17, 3], [11, 40, 7, 66]])
 LLAMA = {**CONFIGS["llama-3"], "initializer_range": 0.3}
@@ -48,6 +51,33 @@ def test_heads_in_float32_on_a_model_in_bfloat16(kind: str) -> None:
     assert torch.equal(heads.generate(IDS, **options), base.generate(IDS, **options))
     sampled = heads.generate(IDS, do_sample=True, top_k=9, generator=torch.Generator().manual_seed(1), **options)
     assert sampled.shape == (2, 10)
+
+
+# -- torch's default device --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [*HEADS, "eagle, draft tokens"])
+def test_heads_under_another_default_device(kind: str, tmp_path: Path) -> None:
+    """Heads are where their model is; what the host computes with stays on the CPU. "meta" tensors have no values."""
+    config = LLAMA | {"architectures": ["LlamaForCausalLM"]}
+    base, counts = lm.from_config(config), torch.arange(LLAMA["vocab_size"])
+    make = HEADS.get(kind) or (
+        lambda base: lm.Eagle3Model.from_base(base, 2, vocabulary=DraftVocabulary.of_counts(counts, 9))
+    )
+    options: dict[str, Any] = {"max_new_tokens": 6, "pad_token_id": 0}
+    lists = [[5, 9], [7]]
+    wanted = [base.generate(prompts, **options) for prompts in (IDS, lists)]
+    with torch.device("meta"):
+        heads = make(base)
+        (heads.save_head if kind == "mtp" else heads.save_pretrained)(tmp_path)
+        assert verify_heads(tmp_path, config).passed
+        heads = load_multi_head(base, tmp_path)
+        for prompts, expected in zip((IDS, lists), wanted, strict=True):
+            assert torch.equal(heads.generate(prompts, **options), expected)
+        assert torch.equal(base.generate(lists, **options), wanted[1])
+        for rule in ({"do_sample": True, "top_k": 9}, {"temperature": 0.7}):
+            assert heads.generate(IDS, **options, **rule).device.type == "cpu"
+        assert heads(IDS, labels=IDS).loss.isfinite()
 
 
 # -- options of decoding -----------------------------------------------------------------------------------------------
