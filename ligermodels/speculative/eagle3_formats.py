@@ -21,6 +21,7 @@ from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.extra_heads import EAGLE_TYPE, draft_type
 from ligermodels.speculative.draft_files import (
     LAYER_FIELDS,
+    LM_HEAD,
     Profile,
     Target,
     agreed_boundaries,
@@ -125,7 +126,7 @@ def weight_map(config: Eagle3Config, prefix: str = "layers.0", *, lm_head: bool 
     Args:
         config: the head's config.
         prefix: prefix of the layer's tensors in files.
-        lm_head: whether there is an lm_head.
+        lm_head: whether there is an lm_head; else one in a file is ignored.
     """
     size, block = config.decoder.hidden_size, config.decoder.blocks[0]
     entries = [rename("head.reader.fc.weight", "fc.weight")]
@@ -143,7 +144,7 @@ def weight_map(config: Eagle3Config, prefix: str = "layers.0", *, lm_head: bool 
     entries.append(rename("head.norm.weight", "norm.weight"))
     if lm_head:
         entries.append(rename("lm_head.weight", "lm_head.weight"))
-    return WeightMap(entries, ignored=other_tensors())
+    return WeightMap(entries, ignored=other_tensors(() if lm_head else (LM_HEAD,)))
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

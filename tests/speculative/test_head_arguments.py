@@ -166,6 +166,28 @@ def test_only_formats_that_name_the_model_need_its_name(
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize("profile", ["speculators", "specforge"])
+@pytest.mark.parametrize("size", [9, LLAMA["vocab_size"]])
+def test_a_shared_lm_head_is_shared_after_a_round_trip(
+    base: lm.CausalLM, size: int, profile: str, tmp_path: Path
+) -> None:
+    """Formats repeat its rows in the file, and training goes on with the same parameters; a trained one stays."""
+    counts = torch.arange(LLAMA["vocab_size"])
+    options: dict[str, Any] = {"num_steps": 2, "vocabulary": DraftVocabulary.of_counts(counts, size)}
+    eagle = lm.Eagle3Model.from_base(base, lm_head="shared", **options)
+    eagle.export(tmp_path, profile=profile, base_model="base")
+    loaded = lm.Eagle3Model.from_pretrained(base, tmp_path, num_steps=2)
+    pairs = zip(eagle.head_parameters(), loaded.head_parameters(), strict=True)
+    assert loaded.lm_head is None and all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    assert torch.equal(loaded(IDS, labels=IDS).loss, eagle(IDS, labels=IDS).loss)
+    own = lm.Eagle3Model.from_base(base, **options)
+    assert own.lm_head is not None
+    own.lm_head.weight.data.add_(0.1)
+    own.export(tmp_path, profile=profile, base_model="base", overwrite=True)
+    loaded = lm.Eagle3Model.from_pretrained(base, tmp_path, num_steps=2)
+    assert loaded.lm_head is not None and torch.equal(loaded.lm_head.weight, own.lm_head.weight)
+
+
 def test_a_file_without_a_vocabulary_size_is_an_error(base: lm.CausalLM, tmp_path: Path) -> None:
     lm.Eagle3Model.from_base(base).export(tmp_path, profile="specforge")
     config = json.loads((tmp_path / "config.json").read_text())
