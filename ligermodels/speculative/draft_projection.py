@@ -215,8 +215,8 @@ def own_lm_head(base: CausalLM, vocabulary: DraftVocabulary) -> LMHead:
 
 
 def repeats_rows(base: CausalLM, vocabulary: DraftVocabulary, lm_head: Tensor) -> bool:
-    """Whether a stored lm_head (V_d, H) has the rows of the model's lm_head for the draft vocabulary, bit for bit in its
-    dtype. True for a model on the meta device, which has no values."""
+    """Whether a stored lm_head (V_d, H) equals the rows of the model's lm_head for the draft vocabulary, in its dtype.
+    True for a model on the meta device, which has no values."""
     if base.device.type == "meta":
         return True
     rows = DraftProjection(base, vocabulary, None).rows(base.dtype)

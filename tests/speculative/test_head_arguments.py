@@ -14,6 +14,8 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.load import load_multi_head
 from ligermodels.speculative.verify import verify_heads
+from ligermodels.training import MedusaRecipe
+from ligermodels.training.medusa import _heads_on as heads_on
 
 IDS = torch.tensor([[5, 9, 17, 3], [11, 40, 7, 66]])
 LLAMA = {**CONFIGS["llama-3"], "initializer_range": 0.3}
@@ -164,6 +166,24 @@ def test_only_formats_that_name_the_model_need_its_name(
     with pytest.raises(InputError, match=r"^base_model: config.json of this format names the base model; give its"):
         heads.export(tmp_path / "other", profile="speculators")
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "stored"), [("num_heads", 5, 2), ("num_layers", 3, 1), ("lm_head", "shared", "own")]
+)
+def test_a_setting_that_heads_to_start_from_do_not_have_is_named(
+    base: lm.CausalLM, name: str, value: Any, stored: Any, tmp_path: Path
+) -> None:
+    heads = lm.MedusaModel.from_base(base, 2)
+    heads.heads[0].lm_head.weight.data.add_(0.1)
+    heads.save_pretrained(tmp_path)
+    recipe = MedusaRecipe(base="base", data="data.txt", start_from=str(tmp_path), num_heads=2)
+    assert heads_on(base, recipe, resuming=False).num_heads == 2
+    with pytest.raises(ConfigError) as raised:
+        heads_on(base, recipe.changed({name: value}), resuming=False)
+    assert str(raised.value) == (
+        f"{name}: is {value}, but {stored} in the heads to start from, {tmp_path}; set it to {stored}"
+    )
 
 
 @pytest.mark.parametrize("profile", ["speculators", "specforge"])
