@@ -12,6 +12,7 @@ from zoo import CONFIGS
 import ligermodels as lm
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
+from ligermodels.speculative.joint import JointMedusa, frozen_copy
 from ligermodels.speculative.load import load_multi_head
 from ligermodels.speculative.verify import verify_heads
 from ligermodels.training import MedusaRecipe
@@ -110,6 +111,23 @@ def test_a_repetition_penalty_of_none_is_not_given(base: lm.CausalLM) -> None:
     assert torch.equal(heads.generate(IDS, 2, repetition_penalty=None), heads.generate(IDS, 2))
     with pytest.raises(InputError, match=r"^repetition_penalty must be a number above 0, got 'a'"):
         heads.generate(IDS, 2, repetition_penalty="a")
+
+
+# -- stage 2 -----------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_of_joint_training_have_an_effect() -> None:
+    medusa = lm.MedusaModel.from_base(lm.from_config(LLAMA), 2)
+    with pytest.raises(InputError, match=r"^reference: is the base model itself, so the KL to it is always 0; give"):
+        JointMedusa(medusa, medusa.base)
+    with pytest.raises(InputError, match=r"^reference: has 50 tokens, and the base model 131$"):
+        JointMedusa(medusa, lm.from_config({**LLAMA, "vocab_size": 50}))
+    joint = JointMedusa(medusa, frozen_copy(medusa.base))
+    for value in (-1, "a", None, float("nan")):
+        with pytest.raises(InputError, match=r"^heads_loss_weight: must be a number of at least 0, got "):
+            joint(IDS, labels=IDS, heads_loss_weight=value)
+    weighted = (joint(IDS, labels=IDS, heads_loss_weight=weight).loss for weight in (0.5, torch.tensor(0.5)))
+    assert torch.equal(*weighted)
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
