@@ -170,7 +170,8 @@ class DraftHeadModel(MultiHeadModel):
     ) -> Model:
         """Load a head from a folder or the hub, in any format of `export`, and freeze the base model.
 
-        DeepSpec's DFlash heads are DSpark heads without a Markov head and a confidence head.
+        DeepSpec's DFlash heads are DSpark heads without a Markov head and a confidence head. An lm_head that equals the
+        base model's rows is the base model's, frozen with it.
 
         Args:
             base: the base model, in memory.
