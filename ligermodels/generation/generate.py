@@ -8,7 +8,7 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
-from ligermodels.arguments import check_token_id, is_sequence
+from ligermodels.arguments import check_names, check_token_id, is_sequence, parameter_names
 from ligermodels.errors import InputError
 from ligermodels.generation.context_length import GenerationLimit
 from ligermodels.generation.eval_mode import evaluating
@@ -133,6 +133,7 @@ def generate(
     """
     check_values(on_token=on_token, return_routing=return_routing)
     check_streamer(streamer)
+    check_names("generate", options, (*NAMES, "on_token", "streamer", "return_routing"))
     decoding = Decoding(model, input_ids, max_new_tokens, **options)
     decoding.returns_routing = return_routing
     if streamer is not None:
@@ -173,6 +174,7 @@ def stream(
         torch.Size([2])
         torch.Size([2])
     """
+    check_names("stream", options, NAMES)
     decoding = Decoding(model, input_ids, max_new_tokens, **options)
     return (decoding.tokens(count) for count in decoding.steps(streamed=True))
 
@@ -325,6 +327,10 @@ class Decoding:
         # The newest token of each sequence has not been computed.
         known = sequences.start + sequences.count - 1
         return GenerateOutput(ids, routing.result(ids.shape[1], padding, known))
+
+
+NAMES = tuple(parameter_names(Decoding.__init__)[2:])
+"""Names of the options of `generate` and `stream`, `input_ids` and `max_new_tokens` included."""
 
 
 def as_eos_ids(eos_token_id: int | Sequence[int] | Tensor | None) -> list[int]:

@@ -82,10 +82,11 @@ INSTEAD: dict[str, tuple[Any, str]] = {
 neutral for every option."""
 
 CHANGES_TEXT = (
-    "no_repeat_ngram_size", "min_length", "min_new_tokens", "num_beams", "num_return_sequences", "guidance_scale",
-    "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "stop_strings", "token_healing",
-    "constraints", "force_words_ids", "forced_bos_token_id", "forced_eos_token_id", "dola_layers", "max_time",
-    "exponential_decay_length_penalty", "watermarking_config",
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "min_length",
+    "min_new_tokens", "num_beams", "num_return_sequences", "guidance_scale", "bad_words_ids", "suppress_tokens",
+    "begin_suppress_tokens", "sequence_bias", "stop_strings", "token_healing", "constraints", "force_words_ids",
+    "forced_bos_token_id", "forced_eos_token_id", "dola_layers", "max_time", "exponential_decay_length_penalty",
+    "watermarking_config",
 )  # fmt: skip
 """Options that change the text and are not read from a checkpoint: in a checkpoint they are an error."""
 
@@ -117,8 +118,10 @@ OPTIONS = frozenset(
     if parameter.kind is not parameter.VAR_KEYWORD and name not in ("self", "model", "input_ids")
 ) | {"generation_config"}
 """The options of `generate`."""
-WITH_DRAFTS = ("draft", "tree", "return_stats")
-"""Further options of the `generate` methods of models and of models with draft heads."""
+WITH_DRAFTS = ("draft", "tree")
+"""Further options of the `generate` methods of models."""
+OF_HEADS = ("return_stats", "on_tokens", "epsilon", "delta")
+"""Options that only the `generate` methods of draft heads have."""
 
 
 def check_options(options: Mapping[str, Any], where: str) -> tuple[dict[str, Any], set[str]]:
@@ -147,6 +150,10 @@ def check_options(options: Mapping[str, Any], where: str) -> tuple[dict[str, Any
                 message = f"{where}: {name} = {short(value)} is not implemented; {INSTEAD[name][1]}"
                 raise InputError(message) if called else ConfigError(message)
             neutral.add(name)
+        elif called and name in OF_HEADS:
+            raise InputError(
+                f"{name}: is an option of the generate of draft heads; call heads.generate(..., {name}=...)"
+            )
         elif name not in OPTIONS:
             message = f"{where}: unknown option {name!r}{nearest(name, (*OPTIONS, *WITH_DRAFTS, *INSTEAD))}"
             raise TypeError(message) if called else ConfigError(message)
@@ -224,13 +231,17 @@ def check_tree_options(options: Mapping[str, Any], function: Callable[..., Any])
     Raises InputError for other options of transformers' `generate`, and TypeError for unknown options.
     """
     own = [name for name in parameter_names(function) if name not in ("model", "drafter", "input_ids")]
-    check_names("generate", options, (*own, *WITH_DRAFTS, *OPTIONS, *INSTEAD, *UNUSED))
+    if "draft" in options:
+        raise InputError(
+            "draft: the generate of draft heads decodes with these heads; leave it out, or use base.generate"
+        )
+    check_names("generate", options, (*own, *OPTIONS, *INSTEAD, *UNUSED))
     rest = {name: value for name, value in options.items() if name not in own}
     penalty = {"repetition_penalty"}  # the caller checks it
     effective, _ = check_options(without_none(rest), "generate")
     if unsupported := sorted(effective.keys() - penalty):
         raise InputError(f"{unsupported[0]}: tree decoding does not have it; use base.generate, or leave it out")
-    return {name: value for name, value in options.items() if name not in rest or name in penalty}
+    return {name: value for name, value in options.items() if name not in rest or name in penalty & effective.keys()}
 
 
 def warn_of_greedy(given: Mapping[str, Any]) -> None:

@@ -153,8 +153,9 @@ def _from_lists(input_ids: Sequence[int] | Sequence[Sequence[int]], pad_token_id
     longest = max(lengths)
     if pad_token_id is None and min(lengths) < longest:
         raise InputError("prompts of different lengths need padding: give pad_token_id (or eos_token_id)")
-    ids = torch.tensor([[pad_token_id or 0] * (longest - len(row)) + list(row) for row in rows])
-    mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
+    with torch.device("cpu"):
+        ids = torch.tensor([[pad_token_id or 0] * (longest - len(row)) + list(row) for row in rows])
+        mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
     return Prompts(ids, mask)
 
 

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligermodels.arguments import check_names
 from ligermodels.errors import InputError
-from ligermodels.generation.generate import Decoding
+from ligermodels.generation.generate import NAMES, Decoding
 from ligermodels.generation.prompts import TokenIds
 from ligermodels.generation.step import DecodingModel
 from ligermodels.layers.sharding import is_tensor_parallel
@@ -47,6 +48,7 @@ def sample_with_log_probs(
     """
     if own := {"do_sample", "on_token", "streamer", "num_beams"} & options.keys():
         raise InputError(f"sample_with_log_probs: takes no {', '.join(sorted(own))}; it always samples")
+    check_names("sample_with_log_probs", options, NAMES)
     if any(map(is_tensor_parallel, model.modules())):
         raise InputError("sample_with_log_probs: the model is tensor-parallel; model.log_probs(ids, ids) computes them")
     decoding = Decoding(model, input_ids, max_new_tokens, temperature=temperature, do_sample=True, **options)

@@ -34,6 +34,7 @@ class DecodingState:
         hidden_size: the model's hidden size.
         dtype: dtype of the states.
         device: device of the states.
+        config: config of the decoder that the layers belong to; None for layers of no decoder, such as a draft head's.
 
     Raises:
         InputError: a size is not positive, or the state does not fit into memory.
@@ -48,7 +49,9 @@ class DecodingState:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        config: Any = None,
     ) -> None:
+        self._config = config
         batch_size, max_length = check_count("batch_size", batch_size), check_count("max_length", max_length)
         self.batch_size, self.max_length, self.device = batch_size, max_length, device
         own = Counter(mixer for mixer in mixers if mixer is not None and mixer.state_from is None)
@@ -78,8 +81,11 @@ class DecodingState:
             if state is not None:
                 state.reset()
 
-    def check(self, batch: int, length: int) -> None:
-        """InputError if a pass over tokens (batch, length) does not fit; `length` counts only while `advances`."""
+    def check(self, batch: int, length: int, config: Any = None) -> None:
+        """InputError if a pass over tokens (batch, length) does not fit; `length` counts only while `advances`. The
+        decoder's `config` must equal the config of the decoder that made the state, if both are given."""
+        if config is not None and self._config is not None and config is not self._config and config != self._config:
+            raise InputError("state: was made by a model with another config; make it by new_state of this model")
         if batch != self.batch_size:
             raise InputError(f"the decoding state is for {self.batch_size} sequences, the inputs have {batch}")
         if self.advances and self._longest + length > self.max_length:

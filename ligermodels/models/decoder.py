@@ -284,7 +284,7 @@ class Decoder(RefusesDropout):
         inputs = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
         shape, mesh = (inputs.shape[0], inputs.shape[1]), self._context_mesh
         if state is not None:  # each rank computes all tokens
-            state.check(*shape)
+            state.check(*shape, self.config)
             mesh = None
         layout = layout_without_padding(shape, cu_seqlens, mesh)
         # The `token_indices` number the tokens before context parallelism divides them.
@@ -357,7 +357,7 @@ class Decoder(RefusesDropout):
         blocks = blocks if ranks == 1 else [block.tensor_shard(ranks) for block in blocks]
         weight = next(self.parameters())
         sizes: dict[str, Any] = {"hidden_size": self.config.hidden_size, "dtype": weight.dtype, "device": weight.device}
-        return DecodingState([block.mixer for block in blocks], batch_size, max_length, **sizes)
+        return DecodingState([block.mixer for block in blocks], batch_size, max_length, config=self.config, **sizes)
 
 
 def _selected(token_indices: Tensor | TokensWithTarget, x: Tensor) -> SelectedTokens | None:

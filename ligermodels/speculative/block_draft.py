@@ -33,7 +33,7 @@ from ligermodels.speculative.block_loss import BlockLosses, SlotLoss
 from ligermodels.speculative.block_training import Blocks, BlockTraining, default_layer_ids, sample_blocks
 from ligermodels.speculative.draft_head import DraftHeadModel
 from ligermodels.speculative.draft_layer import check_layers, layer_like
-from ligermodels.speculative.draft_projection import own_lm_head
+from ligermodels.speculative.draft_projection import own_lm_head, repeats_rows
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.output import ACCEPTED, MultiHeadOutput
 from ligermodels.speculative.tree import DynamicTree, Tree, require_fixed
@@ -342,10 +342,8 @@ class BlockDraftModel(DraftHeadModel):
         """See `DraftHeadModel.of_file` for base, config, vocabulary, stored, lm_head and options. An lm_head that
         equals the base model's rows is the base model's."""
         model = cls(base, config, vocabulary, **options)
-        if lm_head is not None and base.device.type != "meta":
-            rows = model.projection.rows(base.dtype)
-            if lm_head.shape != rows.shape or not torch.equal(lm_head.to(rows), rows):
-                model.lm_head = own_lm_head(base, model.vocabulary).requires_grad_(False)
+        if lm_head is not None and not repeats_rows(base, model.vocabulary, lm_head):
+            model.lm_head = own_lm_head(base, model.vocabulary).requires_grad_(False)
         return model
 
 

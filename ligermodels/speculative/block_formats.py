@@ -240,7 +240,7 @@ def _causal(stored: Mapping[str, Any], nested: Mapping[str, Any], layers: Mappin
         return None if bidirectional is False else False
     for value in (stored.get("is_causal"), nested.get("causal")):
         if value is not None:
-            return bool(value)
+            return cast(bool, value)  # `BlockDraftConfig` checks it
     return False if nested.get("use_swa") and SLIDING not in (stored.get("layer_types") or ()) else None
 
 
@@ -263,7 +263,7 @@ def _refuse_others(stored: Mapping[str, Any], nested: Mapping[str, Any], fields:
         value = names if other is None else short(fields[other])
         raise ConfigError(f"{other or 'architectures'}: {value} is not implemented, a layer of DFlash2")
     anchor = fields.get("sample_from_anchor")
-    if anchor is not None and bool(anchor) != (kind == DSPARK_TYPE):
+    if anchor is not None and anchor is not (kind == DSPARK_TYPE):
         raise ConfigError(f"sample_from_anchor: {anchor} is not implemented for {kind} heads")
     for name, value in nested.items():
         markov = MARKOV if kind == DSPARK_TYPE else ()  # SpecForge has these fields there

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.arguments import check_count
+from ligermodels.arguments import check_count, check_flag
 from ligermodels.convert.mappings import WeightMapping, concat, rename
 from ligermodels.errors import ConfigError, short
 from ligermodels.generation.state import DecodingState
@@ -51,7 +51,7 @@ class BlockDraftConfig:
         causal: whether slots see no later slot of their block, in all layers. None: in layers with a sliding window.
 
     Raises:
-        ConfigError: a field has a bad value.
+        ConfigError, InputError: a field has a bad value.
     """
 
     layers: Mapping[str, Any]
@@ -74,6 +74,10 @@ class BlockDraftConfig:
         if self.layers["model_type"] in GEMMA4:
             self._check_gemma4()
         check_ascending(self.boundaries)
+        for flag in ("sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov"):
+            check_flag(flag, getattr(self, flag))
+        if self.causal is not None:
+            check_flag("causal", self.causal)
         check_count("draft_vocab_size", self.draft_vocab_size, most=self.decoder.vocab_size)
         check_count("block_size", self.block_size, least=1 if self.sample_from_anchor else 2)
         check_count("mask_token_id", self.mask_token_id, least=0, most=self.decoder.vocab_size - 1)

@@ -66,7 +66,7 @@ def report_of(kind: str, checks: Iterable[tuple[str, Callable[[], str]]]) -> Hea
             results.append(Check(name, "not checked", None))
             continue
         try:
-            with catch_warnings():
+            with catch_warnings(), torch.device("cpu"):  # whatever torch's default device is
                 simplefilter("ignore", ConfigWarning)  # the checks say the same
                 results.append(Check(name, check(), True))
         except (Mismatch, LigerModelsError) as error:

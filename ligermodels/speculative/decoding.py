@@ -23,7 +23,7 @@ from ligermodels.generation.step import DecodingModel, Step, new_tokens, prefill
 from ligermodels.layers.sharding import end_of_decoding, is_sharded
 from ligermodels.speculative.drafting import Drafter, TopDrafts
 from ligermodels.speculative.layout import Layout
-from ligermodels.speculative.rules import GREEDY, Rule, rule_of, shaping_of
+from ligermodels.speculative.rules import GREEDY, Rule, rule_of, shaping_of, typical_of
 from ligermodels.speculative.tree import DynamicTree, Tree
 
 
@@ -67,8 +67,8 @@ def speculative_generate(
     min_p: float | None = None,
     num_return_sequences: int = 1,
     generator: torch.Generator | None = None,
-    epsilon: float = 0.09,
-    delta: float = 0.3,
+    epsilon: float | None = None,
+    delta: float | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     attention_mask: Tensor | None = None,
@@ -114,8 +114,8 @@ def speculative_generate(
         min_p: in [0, 1]; drop tokens below min_p times the highest probability. Default: none.
         num_return_sequences: samples per prompt, in adjacent rows. Default: 1.
         generator: `torch.Generator` on the model's device; by default torch's own.
-        epsilon: upper limit of the threshold of typical acceptance, above 0.
-        delta: factor of exp(-entropy) in the threshold of typical acceptance, above 0.
+        epsilon: upper limit of the threshold of typical acceptance, above 0; only with it. Default: 0.09.
+        delta: factor of exp(-entropy) in the threshold of typical acceptance, above 0; only with it. Default: 0.3.
         eos_token_id: token or tokens that end a sequence. None: no sequence ends early.
         pad_token_id: pads shorter prompts on the left and finished sequences on the right; by default the first EOS
             token.
@@ -136,8 +136,9 @@ def speculative_generate(
     eos_ids = as_eos_ids(eos_token_id)
     pad_id = as_pad_id(pad_token_id, eos_ids)
     prompts = prepare_prompts(input_ids, attention_mask, pad_id, eos_ids, model.config.vocab_size)
-    check_values(epsilon=epsilon, delta=delta, cuda_graph=cuda_graph, on_tokens=on_tokens)
+    check_values(cuda_graph=cuda_graph, on_tokens=on_tokens)
     shaping = shaping_of(do_sample, generator, temperature, top_k, top_p, min_p)
+    typical = typical_of(bool(shaping) and not do_sample, epsilon=epsilon, delta=delta)
     check_values(num_return_sequences=num_return_sequences)
     prompts = prompts.for_samples(num_return_sequences, do_sample)
     batch, length = prompts.ids.shape
@@ -145,7 +146,7 @@ def speculative_generate(
     with evaluating(model):
         state = model.new_state(batch, length + max_new_tokens + len(tree))
         ids, attention = prompts.to(state.device)
-        rule = rule_of(model, tree, batch, state.device, do_sample, shaping, (epsilon, delta), generator)
+        rule = rule_of(model, tree, batch, state.device, do_sample, shaping, typical, generator)
         step = TreeStep(model, drafter, state, tree, max_new_tokens, eos_ids, rule)
         sequences = step.start(ids, attention)
         cuda_graph = cuda_graph and not is_sharded(model)

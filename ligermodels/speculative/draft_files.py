@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,17 @@ GEMMA4_FIELDS = (
 """Further fields of layers of Gemma 4's kind."""
 
 
+@contextmanager
+def errors_of(folder: Path) -> Iterator[None]:
+    """Name the folder of a head in errors about the content of its files, which are no InputError then."""
+    try:
+        yield
+    except (CheckpointError, ConfigError) as error:
+        raise type(error)(f"{folder}: {error}") from None
+    except InputError as error:
+        raise ConfigError(f"{folder}: {error}") from None
+
+
 # -- config.json -------------------------------------------------------------------------------------------------------
 
 
@@ -53,25 +64,30 @@ GEMMA4_FIELDS = (
 class Target:
     """The model that a head belongs to, as config.json names it.
 
-    name: folder or hub id.
+    name: folder or hub id; None where it has none.
     architectures: its `architectures`.
     num_layers: its number of layers.
     """
 
-    name: str
+    name: str | None
     architectures: tuple[str, ...] = ()
     num_layers: int = 0
 
     @classmethod
     def of(cls, model: DraftHeadModel, base_model: str | None) -> Target:
-        """The base model of `model`, with the name of `name_of_base`; InputError if it has none."""
+        """The base model of `model`, with the name of `name_of_base`."""
         spec = model.base.export_spec
         name = "" if base_model == "" else name_of_base(base_model, spec)  # "" is a base model without a name
-        if name is None:
-            raise InputError("base_model: config.json names the base model; give its folder or hub id")
         config = {} if spec is None else spec.hf_config
         names = (config.get("architectures") or [family_of(config).causal_lm]) if config else []
         return cls(name, tuple(names), len(model.base.config.blocks))
+
+    @property
+    def required_name(self) -> str:
+        """`name`, for formats that contain it; InputError if there is none."""
+        if self.name is None:
+            raise InputError("base_model: config.json of this format names the base model; give its folder or hub id")
+        return self.name
 
     def speculators_config(self, algorithm: str, num_tokens: int) -> dict[str, Any]:
         """`speculators_config` of config.json in speculators' form, for servers that propose `num_tokens` tokens."""
@@ -79,7 +95,7 @@ class Target:
             "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_tokens}],
-            "verifier": {"name_or_path": self.name, "architectures": list(self.architectures)},
+            "verifier": {"name_or_path": self.required_name, "architectures": list(self.architectures)},
         }
 
 
@@ -251,6 +267,8 @@ def take_embedding(model: Any, path: Path, stored: Tensor) -> None:
             f"{path}: {EMBEDDING} has the shape {tuple(stored.shape)}, the model's {tuple(ours.shape)}"
         )
     own, scale = stored.to(ours), model.config.decoder.embed_scale
-    own = own if scale is None else own * torch.tensor(scale, dtype=own.dtype)  # rounded, as transformers has it
+    own = (
+        own if scale is None else own * torch.tensor(scale, dtype=own.dtype, device=own.device)
+    )  # rounded, as transformers has it
     if not torch.equal(own, ours):
         model.embed = nn.Embedding.from_pretrained(own, freeze=True)

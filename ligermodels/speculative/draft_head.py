@@ -170,7 +170,8 @@ class DraftHeadModel(MultiHeadModel):
     ) -> Model:
         """Load a head from a folder or the hub, in any format of `export`, and freeze the base model.
 
-        DeepSpec's DFlash heads are DSpark heads without a Markov head and a confidence head.
+        DeepSpec's DFlash heads are DSpark heads without a Markov head and a confidence head. An lm_head that equals the
+        base model's rows is the base model's, frozen with it.
 
         Args:
             base: the base model, in memory.
@@ -201,8 +202,9 @@ class DraftHeadModel(MultiHeadModel):
         path, formats = hub.resolve(folder), cls.formats
         with reading(path, partial(files.open_head, path, names=formats.tensor_name)) as (stored, reader):
             require_type(stored, cls.head_type, path)
-            config = formats.read_config(stored, base.config)
-            vocabulary = files.stored_vocabulary(reader.headers, base.config.vocab_size)
+            with files.errors_of(path):
+                config = formats.read_config(stored, base.config)
+                vocabulary = files.stored_vocabulary(reader.headers, base.config.vocab_size)
             try:
                 files.check_fit(base.config, config, vocabulary)
             except InputError as error:
@@ -234,8 +236,8 @@ class DraftHeadModel(MultiHeadModel):
             profile: "speculators", which vLLM reads. EAGLE-3: also "specforge", which SGLang and vLLM read, or
                 "deepspec", whose heads are of Qwen3's kind, with all tokens and the states of five layers. DFlash: also
                 "z-lab", DSpark: also "deepspec", which SGLang and vLLM read.
-            base_model: the base model's hub id or folder, for config.json. Default: the checkpoint that the base model
-                was loaded from.
+            base_model: the base model's hub id or folder, for config.json of formats that name it: "speculators", and
+                "deepspec" of EAGLE-3. Default: the checkpoint that the base model was loaded from.
             overwrite: replace a checkpoint in the folder.
 
         Raises:

@@ -214,6 +214,15 @@ def own_lm_head(base: CausalLM, vocabulary: DraftVocabulary) -> LMHead:
     return lm_head
 
 
+def repeats_rows(base: CausalLM, vocabulary: DraftVocabulary, lm_head: Tensor) -> bool:
+    """Whether a stored lm_head (V_d, H) equals the rows of the model's lm_head for the draft vocabulary, in its dtype.
+    True for a model on the meta device, which has no values."""
+    if base.device.type == "meta":
+        return True
+    rows = DraftProjection(base, vocabulary, None).rows(base.dtype)
+    return lm_head.shape == rows.shape and torch.equal(lm_head.to(rows), rows)
+
+
 @torch.no_grad()
 def copy_rows(base: CausalLM, vocabulary: DraftVocabulary, lm_head: LMHead) -> None:
     """Copy the rows of the model's lm_head for the draft vocabulary into `lm_head`, also if the two are sharded.

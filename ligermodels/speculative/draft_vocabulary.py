@@ -69,7 +69,7 @@ class DraftVocabulary(nn.Module):
     @classmethod
     def whole(cls, vocab_size: int) -> DraftVocabulary:
         """All tokens of a model with `vocab_size` tokens."""
-        return cls(torch.arange(vocab_size), vocab_size)
+        return cls(torch.arange(vocab_size, device="cpu"), vocab_size)
 
     @classmethod
     def counted(cls, labels: Iterable[Tensor], size: int, vocab_size: int) -> DraftVocabulary:
@@ -140,10 +140,10 @@ class DraftVocabulary(nn.Module):
     def tables(self) -> dict[str, Tensor]:
         """The tensors of published heads: d2t int64 (V_d,), offsets from draft ids to ids of the model; and t2d bool
         (V,), the tokens that are draft tokens."""
-        is_draft = torch.zeros(self.vocab_size, dtype=torch.bool)
+        is_draft = torch.zeros(self.vocab_size, dtype=torch.bool, device="cpu")
         tokens = self.tokens.cpu()
         is_draft[tokens] = True
-        return {"d2t": tokens - torch.arange(len(self)), "t2d": is_draft}
+        return {"d2t": tokens - torch.arange(len(self), device="cpu"), "t2d": is_draft}
 
     @classmethod
     def from_tables(cls, d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> DraftVocabulary:
@@ -157,7 +157,12 @@ class DraftVocabulary(nn.Module):
         Raises:
             CheckpointError: the tables contradict each other, or do not fit the model.
         """
-        tokens = d2t.long() + torch.arange(len(d2t))
+        if t2d is not None and t2d.shape != (vocab_size,):
+            raise CheckpointError(
+                f"t2d: has the shape {tuple(t2d.shape)}, and the model {vocab_size:,} tokens; give the base model of "
+                "this head"
+            )
+        tokens = d2t.long() + torch.arange(len(d2t), device=d2t.device)
         try:
             vocabulary = cls(tokens, vocab_size)
         except InputError as error:
@@ -188,7 +193,7 @@ def token_counts(labels: Iterable[Tensor], vocab_size: int) -> Tensor:
     Raises:
         InputError: `vocab_size` is out of range, or a label is outside of the vocabulary.
     """
-    counts = torch.zeros(check_count("vocab_size", vocab_size), dtype=torch.int64)
+    counts = torch.zeros(check_count("vocab_size", vocab_size), dtype=torch.int64, device="cpu")
     for each in labels:
         kept = each[each != IGNORE_INDEX].flatten().cpu()
         if len(kept) and not 0 <= int(kept.min()) <= int(kept.max()) < vocab_size:

@@ -33,7 +33,7 @@ from ligermodels.speculative import eagle3_formats as formats
 from ligermodels.speculative.block_training import check_divergence
 from ligermodels.speculative.draft_head import DraftHeadModel
 from ligermodels.speculative.draft_layer import check_layers, following, layer_like
-from ligermodels.speculative.draft_projection import DraftProjection, copy_rows, own_lm_head
+from ligermodels.speculative.draft_projection import DraftProjection, copy_rows, own_lm_head, repeats_rows
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.eagle3_head import KINDS, DraftStates, Eagle3Config, Eagle3Head
 from ligermodels.speculative.multi_head import check_decay
@@ -280,13 +280,16 @@ class Eagle3Model(DraftHeadModel):
         lm_head: Tensor | None, options: Mapping[str, Any],
     ) -> Eagle3Model:  # fmt: skip
         """See `DraftHeadModel.of_file` for base, config, vocabulary, stored, lm_head and options. A head without an
-        lm_head uses the base model's."""
+        lm_head, or with the rows of the base model's, uses the base model's: formats repeat a shared lm_head."""
         decay = formats.stored_decay(stored)
         defaults = {
             "num_steps": formats.stored_steps(stored) or EAGLE_STEPS,
             "decay": EAGLE_DECAY if decay is None else decay,
         }
-        own: Literal["own", "shared"] = "shared" if lm_head is None else "own"
+        tokens = DraftVocabulary.whole(base.config.vocab_size) if vocabulary is None else vocabulary
+        on_meta = base.device.type == "meta"  # where an lm_head in the file counts as the head's own
+        shared = lm_head is None or (not on_meta and repeats_rows(base, tokens, lm_head))
+        own: Literal["own", "shared"] = "shared" if shared else "own"
         return cls(base, config, vocabulary, lm_head=own, **{**defaults, **_given(options)})
 
 

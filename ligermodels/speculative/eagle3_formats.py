@@ -21,6 +21,7 @@ from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.extra_heads import EAGLE_TYPE, draft_type
 from ligermodels.speculative.draft_files import (
     LAYER_FIELDS,
+    LM_HEAD,
     Profile,
     Target,
     agreed_boundaries,
@@ -85,7 +86,7 @@ def _deepspec(config: Eagle3Config, target: Target, num_steps: int, decay: float
         "architectures": ["Qwen3Eagle3Model"],
         "num_target_layers": target.num_layers,
         "layer_types": ["full_attention"],
-        "target_model_name_or_path": target.name,
+        "target_model_name_or_path": target.required_name,
         LAYER_IDS: list(layer_ids_of(config.boundaries)),
         STEPS_FIELD: num_steps,
         DECAY_FIELD: decay,
@@ -125,7 +126,7 @@ def weight_map(config: Eagle3Config, prefix: str = "layers.0", *, lm_head: bool 
     Args:
         config: the head's config.
         prefix: prefix of the layer's tensors in files.
-        lm_head: whether there is an lm_head.
+        lm_head: whether there is an lm_head; else one in a file is ignored.
     """
     size, block = config.decoder.hidden_size, config.decoder.blocks[0]
     entries = [rename("head.reader.fc.weight", "fc.weight")]
@@ -143,7 +144,7 @@ def weight_map(config: Eagle3Config, prefix: str = "layers.0", *, lm_head: bool 
     entries.append(rename("head.norm.weight", "norm.weight"))
     if lm_head:
         entries.append(rename("lm_head.weight", "lm_head.weight"))
-    return WeightMap(entries, ignored=other_tensors())
+    return WeightMap(entries, ignored=other_tensors(() if lm_head else (LM_HEAD,)))
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -161,7 +162,7 @@ def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> Eagle3Confi
     whole = dict(stored if flat else object_field(stored, "transformer_layer_config"))
     layer = {name: value for name, value in whole.items() if name in LAYER_FIELDS or not flat}
     layer.pop("architectures", None)  # of the head
-    flags = {flag: bool(stored.get(flag, False)) for flag in EAGLE_FLAGS}
+    flags = {flag: stored[flag] for flag in EAGLE_FLAGS if stored.get(flag) is not None}
     if not flat and "norm_before_residual" not in stored:
         warn_caller(
             "config.json: norm_before_residual is missing; vLLM takes it for true, and so does this model",
@@ -172,7 +173,7 @@ def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> Eagle3Confi
         layer={"model_type": "llama"} | layer,
         boundaries=agreed_boundaries(stored_boundaries(stored)) or default_boundaries(len(target.blocks)),
         target_hidden_size=stored.get("target_hidden_size") or target.hidden_size,
-        draft_vocab_size=stored.get("draft_vocab_size") or layer["vocab_size"],
+        draft_vocab_size=stored.get("draft_vocab_size") or layer.get("vocab_size") or 0,
         **flags,
     )
 

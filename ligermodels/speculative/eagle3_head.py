@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.arguments import check_count
+from ligermodels.arguments import EAGLE_FLAGS, check_count, check_flag
 from ligermodels.errors import ConfigError, short
 from ligermodels.generation.state import DecodingState
 from ligermodels.layers import (
@@ -48,7 +48,7 @@ class Eagle3Config:
         norm_output: the next step reads the result after the final norm (EAGLE-3.1), not before it.
 
     Raises:
-        ConfigError: a field has a bad value.
+        ConfigError, InputError: a field has a bad value.
     """
 
     layer: Mapping[str, Any]
@@ -67,6 +67,8 @@ class Eagle3Config:
         if len(self.decoder.blocks) != 1:
             raise ConfigError(f"num_hidden_layers: heads of one layer are implemented, got {len(self.decoder.blocks)}")
         check_ascending(self.boundaries)
+        for flag in EAGLE_FLAGS:
+            check_flag(flag, getattr(self, flag))
         if self.norm_before_fc and self.fc_norm:
             raise ConfigError("norm_before_fc: excludes fc_norm; a head has one of them at most")
         check_count("draft_vocab_size", self.draft_vocab_size, most=self.decoder.vocab_size)

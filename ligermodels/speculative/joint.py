@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from ligermodels.arguments import check_number
 from ligermodels.errors import InputError
 from ligermodels.layers import HeadLoss, Targets
 from ligermodels.layers.lm_head import given_options
@@ -89,7 +90,8 @@ class JointMedusa(RefusesDropout):
             a submodule, so that its parameters are neither trained nor saved.
 
     Raises:
-        InputError: an argument of a wrong type, or a quantised base model.
+        InputError: an argument of a wrong type, a quantised base model, or a reference that is the base model itself
+            or has another vocabulary.
 
     Examples:
         >>> joint = lm.JointMedusa(medusa)
@@ -102,6 +104,12 @@ class JointMedusa(RefusesDropout):
             raise InputError(f"medusa: must be a MedusaModel, got a {type(medusa).__name__}")
         if not isinstance(reference, CausalLM | None):
             raise InputError(f"reference: must be a native CausalLM, got a {type(reference).__name__}")
+        if reference is medusa.base:
+            raise InputError(
+                "reference: is the base model itself, so the KL to it is always 0; give frozen_copy(model)"
+            )
+        if reference is not None and reference.config.vocab_size != (size := medusa.base.config.vocab_size):
+            raise InputError(f"reference: has {reference.config.vocab_size:,} tokens, and the base model {size:,}")
         self.medusa = medusa
         self._reference = (reference,)  # in a tuple: not registered as a submodule
         check_unquantized(medusa.base, "JointMedusa", "stage 2 trains the base model; load it without `quantize`")
@@ -135,7 +143,7 @@ class JointMedusa(RefusesDropout):
         Args:
             input_ids: (B, T) long.
             labels: (B, T) long, aligned with `input_ids` (the model shifts them); -100 is ignored.
-            heads_loss_weight: factor of the heads' loss.
+            heads_loss_weight: factor of the heads' loss, a number of at least 0, or a tensor.
             attention_mask: (B, T), 1 on tokens and 0 on padding, on either side.
             position_ids: (B, T) long. Positions that do not rise by 1 mark documents packed into a row.
             cu_seqlens: int32 (n + 1,), bounds of documents packed into one row (B = 1). Targets never cross the end
@@ -151,6 +159,8 @@ class JointMedusa(RefusesDropout):
         Raises:
             InputError: ids out of range (on a GPU: a device assertion), shapes that do not fit, an unknown option.
         """
+        if not isinstance(heads_loss_weight, Tensor):
+            check_number("heads_loss_weight", heads_loss_weight)
         inputs = {
             "input_ids": input_ids,
             "labels": labels,

@@ -78,8 +78,12 @@ class MedusaHead(nn.Module):
         Returns:
             Logits (..., V); with targets a `HeadLoss`; hidden states (..., H) if the head has no lm_head.
         """
-        hidden = self.layers(hidden)
-        return hidden if self.lm_head is None else self.lm_head(hidden, targets, **loss_options)
+        # The head's dtype may differ from the model's; hidden states go on to the model's lm_head.
+        dtype = next(self.parameters()).dtype
+        transformed = self.layers(hidden.to(dtype))
+        if self.lm_head is None:
+            return transformed.to(hidden.dtype)
+        return self.lm_head(transformed, targets, **loss_options)
 
 
 class MedusaModel(MultiHeadModel):

@@ -80,7 +80,8 @@ class MTPModel(MultiHeadModel):
 
         Args:
             base: the base model; its blocks take only hidden states (no per-layer inputs).
-            num_steps: K, tokens predicted beyond the next one; by default 3, or `num_layers` if that is larger.
+            num_steps: K, tokens predicted beyond the next one, at least `num_layers`; by default 3, or `num_layers` if
+                that is larger.
             decay: step j has the weight decay ** j in the loss; the weights are scaled to sum to 1.
             num_layers: layers of the head, each with its own weights.
 
@@ -96,6 +97,11 @@ class MTPModel(MultiHeadModel):
             >>> mtp(input_ids, labels=input_ids).loss.backward()
         """
         model = cls(base, num_steps, decay, num_layers)
+        if model.num_heads < model.head.num_layers:
+            raise InputError(
+                f"num_steps: {model.num_heads} steps do not reach all of {num_layers} layers (num_layers), and no loss "
+                "would train the others"
+            )
         state = {name: gathered(tensor) for name, tensor in base.decoder.norm.state_dict().items()}
         try:
             for norm in (model.head.norm, *(layer.norm for layer in model.head.later if model.head.separate)):

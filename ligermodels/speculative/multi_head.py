@@ -367,7 +367,7 @@ class MultiHeadModel(RefusesForeignNames, RefusesDropout):
         if not isinstance(tree, Tree | DynamicTree):
             raise InputError(f"tree: must be a Tree or a DynamicTree, got {type(tree).__name__}")
         options = check_tree_options(renamed_options(options), speculative_generate)
-        check_values(do_sample=options.get("do_sample"))
+        check_values(**{name: options.get(name) for name in ("do_sample", "repetition_penalty")})
         do_sample = bool(options.get("do_sample"))
         generation_defaults = self.base.generation_defaults(do_sample)
         names = ("eos_token_id", "pad_token_id", "max_length", *(SHAPING if do_sample else ()))

@@ -67,6 +67,26 @@ def shaping_of(
     return values if values["temperature"] else {}
 
 
+def typical_of(is_typical: bool, **options: float | None) -> dict[str, float]:
+    """The given options of typical acceptance, `epsilon` and `delta`.
+
+    Args:
+        is_typical: whether the call accepts tokens by typical acceptance.
+        options: their values, None where one is not given.
+
+    Raises:
+        InputError: a value is out of range, or is given for another rule, where it has no effect.
+    """
+    check_values(**options)
+    given = {name: float(value) for name, value in options.items() if value is not None}
+    if given and not is_typical:
+        raise InputError(
+            f"{next(iter(given))}: is for typical acceptance; give a temperature above 0 without do_sample, or leave "
+            "it out"
+        )
+    return given
+
+
 def rule_of(
     model: ModuleLike,
     tree: Tree | DynamicTree,
@@ -74,7 +94,7 @@ def rule_of(
     device: torch.device,
     do_sample: bool,
     shaping: Mapping[str, Any],
-    typical: tuple[float, float],
+    typical: Mapping[str, float],
     generator: torch.Generator | None,
 ) -> Rule:
     """The rule of a call.
@@ -86,7 +106,7 @@ def rule_of(
         device: the model's device.
         do_sample: whether to sample.
         shaping: the result of `shaping_of`.
-        typical: epsilon and delta of typical acceptance.
+        typical: the result of `typical_of`.
         generator: random generator; None for torch's own.
 
     Returns:
@@ -98,7 +118,7 @@ def rule_of(
     if not shaping:
         return GREEDY
     if not do_sample:
-        return Rule(Typical(shaping["temperature"], *typical))
+        return Rule(Typical(shaping["temperature"], **typical))
     if generator is not None and generator.device.type != device.type:
         raise InputError(f"generator: is on {generator.device}, and the model on {device}")
     fill = chosen_together(model, lambda numbers: numbers.uniform_(generator=generator))

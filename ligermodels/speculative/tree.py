@@ -89,22 +89,22 @@ class Tree:
     def parent(self) -> Tensor:
         """Long (N,): the parent of each node; the root's parent is the root."""
         number = {path: node for node, path in enumerate(((), *self.paths))}
-        return torch.tensor([0, *(number[path[:-1]] for path in self.paths)])
+        return torch.tensor([0, *(number[path[:-1]] for path in self.paths)], device="cpu")
 
     @cached_property
     def depth(self) -> Tensor:
         """Long (N,): the distance of each node from the root; its token has the root's position plus this distance."""
-        return torch.tensor([0, *(len(path) for path in self.paths)])
+        return torch.tensor([0, *(len(path) for path in self.paths)], device="cpu")
 
     @cached_property
     def rank(self) -> Tensor:
         """Long (N,): the rank of each node among the candidates of its head; -1 for the root."""
-        return torch.tensor([-1, *(path[-1] for path in self.paths)])
+        return torch.tensor([-1, *(path[-1] for path in self.paths)], device="cpu")
 
     @cached_property
     def route(self) -> Tensor:
         """Long (N, max_depth + 1): the nodes on the path from the root to each node, padded by repeating the node."""
-        route = torch.arange(len(self))[:, None].repeat(1, self.max_depth + 1)
+        route = torch.arange(len(self), device="cpu")[:, None].repeat(1, self.max_depth + 1)
         for node, parent in enumerate(self.parent.tolist()):
             above = int(self.depth[node])
             route[node, :above] = route[parent, :above]
@@ -113,7 +113,7 @@ class Tree:
     @cached_property
     def mask(self) -> Tensor:
         """Bool (N, N): mask[i, j] is True if node j is node i or an ancestor of node i."""
-        mask = torch.eye(len(self), dtype=torch.bool)
+        mask = torch.eye(len(self), dtype=torch.bool, device="cpu")
         for node, parent in enumerate(self.parent.tolist()):
             mask[node] |= mask[parent]
         return mask
@@ -272,7 +272,7 @@ def reference_accuracies(head: int) -> list[float]:
 
 def _as_table(accuracies: Table) -> list[list[float]]:
     try:
-        table = torch.as_tensor(accuracies, dtype=torch.float64)
+        table = torch.as_tensor(accuracies, dtype=torch.float64, device="cpu")
     except (TypeError, ValueError) as error:
         raise InputError(f"accuracies must be a table (heads, ranks) of numbers: {error}") from None
     if table.ndim != 2 or table.numel() == 0:

@@ -80,9 +80,11 @@ def _heads_on(model: CausalLM, recipe: MedusaRecipe, *, resuming: bool) -> Medus
         return MedusaModel.from_base(model, recipe.num_heads, recipe.num_layers, recipe.lm_head, recipe.decay)
     own_lm_heads = recipe.lm_head == "own"
     medusa = MedusaModel.from_pretrained(model, recipe.start_from, decay=recipe.decay, own_lm_heads=own_lm_heads)
-    shape = (medusa.shape.num_heads, medusa.shape.num_layers, medusa.lm_head)
-    if shape != (recipe.num_heads, recipe.num_layers, recipe.lm_head):
-        raise ConfigError(f"start_from: num_heads, num_layers and lm_head there are {shape}, not the recipe's")
+    stored = {"num_heads": medusa.num_heads, "num_layers": medusa.shape.num_layers, "lm_head": medusa.lm_head}
+    for name, value in stored.items():
+        if value != (wanted := getattr(recipe, name)):
+            message = f"{name}: is {wanted}, but {value} in the heads to start from, {recipe.start_from}"
+            raise ConfigError(f"{message}; set it to {value}")
     return medusa
 
 

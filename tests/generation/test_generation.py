@@ -20,7 +20,7 @@ from zoo import CONFIGS
 
 import ligermodels as lm
 from ligermodels.errors import InputError
-from ligermodels.generation import DecodingState, generate, graph, sample, sample_with_log_probs
+from ligermodels.generation import DecodingState, generate, graph, sample, sample_with_log_probs, stream
 from ligermodels.generation.generate import until_eos
 from ligermodels.generation.sampling import warp
 from ligermodels.layers import KVCache, LayerConfig, TreeTokens
@@ -211,6 +211,13 @@ def test_on_token_streams_and_stops(model: Toy) -> None:
     out = generate(model, PROMPTS, max_new_tokens=20, pad_token_id=0, on_token=on_token)
     assert out.shape[1] == max(map(len, PROMPTS)) + 5
     assert out[:, -5:].T.tolist() == seen
+
+
+@pytest.mark.parametrize("function", [generate, stream, sample_with_log_probs])
+def test_unknown_options_are_named_for_the_function_that_is_called(model: Toy, function: Any) -> None:
+    message = rf"^{function.__name__}: unknown option 'temprature'; did you mean 'temperature'\?$"
+    with pytest.raises(TypeError, match=message):
+        function(model, [1], 2, temprature=0.5)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -680,6 +687,17 @@ def test_bad_acceptance(model: Toy, options: dict[str, float], message: str) -> 
 
 
 # -- decoding states ---------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_state_is_for_models_of_one_config() -> None:
+    """A cache of another window would hold other keys, without an error of a shape."""
+    config = {**CONFIGS["mistral-window"], "initializer_range": 0.3}
+    model, ids = lm.from_config(config), torch.tensor([[3, 1, 4]])
+    model(ids, state=lm.from_config(config).new_state(1, 9))  # an equal config
+    for other in ({"sliding_window": 2}, {"num_hidden_layers": 1}, {"head_dim": 16}):
+        with pytest.raises(InputError, match=r"^state: was made by a model with another config; make it by new_state"):
+            model(ids, state=lm.from_config({**config, **other}).new_state(1, 9))
 
 
 @torch.no_grad()

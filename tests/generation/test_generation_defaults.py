@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
@@ -76,6 +77,8 @@ def test_options_of_a_config_beside_a_generation_config_do_not_count() -> None:
 
 SETS = {
     "no_repeat_ngram_size": 3,
+    "encoder_no_repeat_ngram_size": 2,
+    "encoder_repetition_penalty": 1.5,
     "bad_words_ids": [[1]],
     "min_length": 5,
     "min_new_tokens": 5,
@@ -92,7 +95,7 @@ SETS_WHEN_SAMPLING = {"typical_p": 0.9, "epsilon_cutoff": 0.01, "eta_cutoff": 0.
 MODES = {"num_beams": 4, "constraints": [1], "force_words_ids": [[1]], "dola_layers": "high", "penalty_alpha": 0.6}
 STOPS = {"stop_strings": ["x"], "max_time": 1.0, "num_return_sequences": 2, "token_healing": True}
 NEUTRAL = {
-    "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 2, "bad_words_ids": None, "min_length": 0,
+    "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None, "min_length": 0,
     "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "guidance_scale": 1.0, "length_penalty": 2.0,
     "encoder_repetition_penalty": 1.0, "early_stopping": True, "num_beams": 1, "num_return_sequences": 1,
     "use_cache": False, "cache_implementation": "hybrid", "renormalize_logits": False, "diversity_penalty": 0.0,
@@ -104,7 +107,9 @@ NEUTRAL = {
 def processors(oracle: PreTrainedModel, options: dict[str, Any]) -> list[str]:
     prepared = theirs(oracle, {**IDS, **options})
     oracle._prepare_special_tokens(prepared, device="cpu")
-    found = oracle._get_logits_processor(prepared, input_ids_seq_length=3, device="cpu")
+    found = oracle._get_logits_processor(
+        prepared, input_ids_seq_length=3, encoder_input_ids=torch.ones(1, 3, dtype=torch.long), device="cpu"
+    )
     return [type(each).__name__ for each in found]
 
 

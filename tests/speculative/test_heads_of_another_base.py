@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from runs import make_base
 
 import ligermodels as lm
 from ligermodels.convert.config_json import read_json
 from ligermodels.errors import CheckpointError
+from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +19,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("base")
     make_base(folder)
     return read_json(folder / "config.json")
+
+
+def reduced(base: lm.CausalLM) -> lm.Eagle3Model:
+    return lm.Eagle3Model.from_base(base, vocabulary=DraftVocabulary.of_counts(torch.arange(base.config.vocab_size), 9))
 
 
 KINDS: dict[str, tuple[Any, Callable[[lm.CausalLM, Path], None]]] = {
@@ -27,6 +33,7 @@ KINDS: dict[str, tuple[Any, Callable[[lm.CausalLM, Path], None]]] = {
     ),
     "mtp": (lm.MTPModel, lambda base, out: lm.MTPModel.from_base(base).save_head(out)),
     "eagle": (lm.Eagle3Model, lambda base, out: lm.Eagle3Model.from_base(base).save_pretrained(out)),
+    "eagle, draft tokens": (lm.Eagle3Model, lambda base, out: reduced(base).save_pretrained(out)),
     "dflash": (lm.DFlashModel, lambda base, out: lm.DFlashModel.from_base(base, 4, num_layers=1).save_pretrained(out)),
     "dspark": (lm.DSparkModel, lambda base, out: lm.DSparkModel.from_base(base, 4, num_layers=1).save_pretrained(out)),
 }

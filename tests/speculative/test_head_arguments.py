@@ -1,0 +1,235 @@
+"""Arguments of draft heads, in Python and in their files: each has its effect, or is an error that names it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from zoo import CONFIGS
+
+import ligermodels as lm
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.speculative.draft_vocabulary import DraftVocabulary
+from ligermodels.speculative.joint import JointMedusa, frozen_copy
+from ligermodels.speculative.load import load_multi_head
+from ligermodels.speculative.verify import verify_heads
+from ligermodels.training import MedusaRecipe
+from ligermodels.training.medusa import _heads_on as heads_on
+
+IDS = torch.tensor([[5, 9, 17, 3], [11, 40, 7, 66]])
+LLAMA = {**CONFIGS["llama-3"], "initializer_range": 0.3}
+SMALL: dict[str, Any] = {"block_size": 3, "num_layers": 1}
+
+
+@pytest.fixture(scope="module")
+def base() -> lm.CausalLM:
+    return lm.from_config(LLAMA)
+
+
+# -- dtype -------------------------------------------------------------------------------------------------------------
+
+HEADS: dict[str, Callable[[lm.CausalLM], Any]] = {
+    "medusa": lambda base: lm.MedusaModel.from_base(base, 2),
+    "medusa, shared lm_head": lambda base: lm.MedusaModel.from_base(base, 2, lm_head="shared"),
+    "mtp": lambda base: lm.MTPModel.from_base(base, 2),
+    "eagle": lambda base: lm.Eagle3Model.from_base(base, 2),
+    "dflash": lambda base: lm.DFlashModel.from_base(base, **SMALL),
+    "dspark": lambda base: lm.DSparkModel.from_base(base, **SMALL, markov_rank=4),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_in_float32_on_a_model_in_bfloat16(kind: str) -> None:
+    """As they are for training: gradients in float32, and decoding as without heads."""
+    base = lm.from_config(LLAMA, dtype=torch.bfloat16)
+    heads = HEADS[kind](base)
+    for parameter in heads.head_parameters():
+        parameter.data = parameter.data.float()
+    heads(IDS, labels=IDS).loss.backward()
+    gradients = [parameter.grad for parameter in heads.head_parameters()]
+    assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in gradients)
+    options: dict[str, Any] = {"max_new_tokens": 6, "pad_token_id": 0}
+    assert torch.equal(heads.generate(IDS, **options), base.generate(IDS, **options))
+    sampled = heads.generate(IDS, do_sample=True, top_k=9, generator=torch.Generator().manual_seed(1), **options)
+    assert sampled.shape == (2, 10)
+
+
+# -- torch's default device --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [*HEADS, "eagle, draft tokens"])
+def test_heads_under_another_default_device(kind: str, tmp_path: Path) -> None:
+    """Heads are where their model is; what the host computes with stays on the CPU. "meta" tensors have no values."""
+    config = LLAMA | {"architectures": ["LlamaForCausalLM"]}
+    base, counts = lm.from_config(config), torch.arange(LLAMA["vocab_size"])
+    make = HEADS.get(kind) or (
+        lambda base: lm.Eagle3Model.from_base(base, 2, vocabulary=DraftVocabulary.of_counts(counts, 9))
+    )
+    options: dict[str, Any] = {"max_new_tokens": 6, "pad_token_id": 0}
+    lists = [[5, 9], [7]]
+    wanted = [base.generate(prompts, **options) for prompts in (IDS, lists)]
+    with torch.device("meta"):
+        heads = make(base)
+        (heads.save_head if kind == "mtp" else heads.save_pretrained)(tmp_path)
+        assert verify_heads(tmp_path, config).passed
+        heads = load_multi_head(base, tmp_path)
+        for prompts, expected in zip((IDS, lists), wanted, strict=True):
+            assert torch.equal(heads.generate(prompts, **options), expected)
+        assert torch.equal(base.generate(lists, **options), wanted[1])
+        for rule in ({"do_sample": True, "top_k": 9}, {"temperature": 0.7}):
+            assert heads.generate(IDS, **options, **rule).device.type == "cpu"
+        assert heads(IDS, labels=IDS).loss.isfinite()
+
+
+# -- options of decoding -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("return_stats", True), ("on_tokens", print), ("epsilon", 0.2), ("delta", 0.1)]
+)
+def test_options_of_heads_given_to_the_model_say_where_they_go(base: lm.CausalLM, name: str, value: Any) -> None:
+    heads = lm.MedusaModel.from_base(base, 2)
+    with pytest.raises(InputError, match=rf"^{name}: is an option of the generate of draft heads; call heads.generate"):
+        base.generate(IDS, 2, draft=heads, **{name: value})
+    with pytest.raises(InputError, match=r"^draft: the generate of draft heads decodes with these heads; leave it out"):
+        heads.generate(IDS, 2, draft=heads)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"do_sample": True, "temperature": 0.7}])
+@pytest.mark.parametrize("name", ["epsilon", "delta"])
+def test_options_of_typical_acceptance_have_no_other_use(base: lm.CausalLM, name: str, options: dict[str, Any]) -> None:
+    heads = lm.MedusaModel.from_base(base, 2)
+    with pytest.raises(InputError, match=f"^{name}: is for typical acceptance; give a temperature above 0 without"):
+        heads.generate(IDS, 2, **options, **{name: 0.2})
+    assert heads.generate(IDS, 2, temperature=0.7, **{name: 0.2}).shape == (2, 6)
+
+
+def test_a_repetition_penalty_of_none_is_not_given(base: lm.CausalLM) -> None:
+    heads = lm.MedusaModel.from_base(base, 2)
+    assert torch.equal(heads.generate(IDS, 2, repetition_penalty=None), heads.generate(IDS, 2))
+    with pytest.raises(InputError, match=r"^repetition_penalty must be a number above 0, got 'a'"):
+        heads.generate(IDS, 2, repetition_penalty="a")
+
+
+# -- stage 2 -----------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_of_joint_training_have_an_effect() -> None:
+    medusa = lm.MedusaModel.from_base(lm.from_config(LLAMA), 2)
+    with pytest.raises(InputError, match=r"^reference: is the base model itself, so the KL to it is always 0; give"):
+        JointMedusa(medusa, medusa.base)
+    with pytest.raises(InputError, match=r"^reference: has 50 tokens, and the base model 131$"):
+        JointMedusa(medusa, lm.from_config({**LLAMA, "vocab_size": 50}))
+    joint = JointMedusa(medusa, frozen_copy(medusa.base))
+    for value in (-1, "a", None, float("nan")):
+        with pytest.raises(InputError, match=r"^heads_loss_weight: must be a number of at least 0, got "):
+            joint(IDS, labels=IDS, heads_loss_weight=value)
+    weighted = (joint(IDS, labels=IDS, heads_loss_weight=weight).loss for weight in (0.5, torch.tensor(0.5)))
+    assert torch.equal(*weighted)
+
+
+# -- the network -------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_that_no_step_reaches_is_an_error(base: lm.CausalLM) -> None:
+    with pytest.raises(InputError, match=r"^num_steps: 2 steps do not reach all of 3 layers"):
+        lm.MTPModel.from_base(base, 2, num_layers=3)
+
+
+FLAGS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "norm_before_residual": (lm.Eagle3Model, {}, "norm_before_residual"),
+    "norm_output": (lm.Eagle3Model, {}, "norm_output"),
+    "causal": (lm.DFlashModel, SMALL, "causal"),
+    "confidence": (lm.DSparkModel, SMALL, "enable_confidence_head"),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_are_true_or_false(base: lm.CausalLM, name: str) -> None:
+    heads, options, field = FLAGS[name]
+    with pytest.raises(InputError, match=f"^{field}: must be True or False, got 'no'"):
+        heads.from_base(base, **options, **{name: "no"})
+
+
+FILES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "eagle, flag": ("eagle", {"norm_before_residual": "no"}, "norm_before_residual: must be True or False, got 'no'"),
+    "eagle, layers": ("eagle", {"eagle_aux_hidden_state_layer_ids": "x"}, "eagle_aux_hidden_state_layer_ids: must be"),
+    "dspark, flag": ("dspark", {"enable_confidence_head": "no"}, "enable_confidence_head: must be True or False"),
+    "dspark, anchor": ("dspark", {"sample_from_anchor": "no"}, "sample_from_anchor: no is not implemented"),
+    "dflash, token": ("dflash", {"mask_token_id": 500}, "mask_token_id: must be at most 130, got 500"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_bad_values_in_files_name_the_folder_and_the_field(base: lm.CausalLM, case: str, tmp_path: Path) -> None:
+    kind, fields, message = FILES[case]
+    heads = HEADS[kind](base)
+    heads.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(ConfigError) as raised:
+        type(heads).from_pretrained(base, tmp_path)
+    assert str(raised.value).startswith(f"{tmp_path}: {message}")
+
+
+@pytest.mark.parametrize(("kind", "profile"), [("eagle", "specforge"), ("dflash", "z-lab"), ("dspark", "deepspec")])
+def test_only_formats_that_name_the_model_need_its_name(
+    base: lm.CausalLM, kind: str, profile: str, tmp_path: Path
+) -> None:
+    heads = HEADS[kind](base)
+    heads.export(tmp_path, profile=profile)
+    assert type(heads).from_pretrained(base, tmp_path).num_heads
+    with pytest.raises(InputError, match=r"^base_model: config.json of this format names the base model; give its"):
+        heads.export(tmp_path / "other", profile="speculators")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "stored"), [("num_heads", 5, 2), ("num_layers", 3, 1), ("lm_head", "shared", "own")]
+)
+def test_a_setting_that_heads_to_start_from_do_not_have_is_named(
+    base: lm.CausalLM, name: str, value: Any, stored: Any, tmp_path: Path
+) -> None:
+    heads = lm.MedusaModel.from_base(base, 2)
+    heads.heads[0].lm_head.weight.data.add_(0.1)
+    heads.save_pretrained(tmp_path)
+    recipe = MedusaRecipe(base="base", data="data.txt", start_from=str(tmp_path), num_heads=2)
+    assert heads_on(base, recipe, resuming=False).num_heads == 2
+    with pytest.raises(ConfigError) as raised:
+        heads_on(base, recipe.changed({name: value}), resuming=False)
+    assert str(raised.value) == (
+        f"{name}: is {value}, but {stored} in the heads to start from, {tmp_path}; set it to {stored}"
+    )
+
+
+@pytest.mark.parametrize("profile", ["speculators", "specforge"])
+@pytest.mark.parametrize("size", [9, LLAMA["vocab_size"]])
+def test_a_shared_lm_head_is_shared_after_a_round_trip(
+    base: lm.CausalLM, size: int, profile: str, tmp_path: Path
+) -> None:
+    """Formats repeat its rows in the file, and training goes on with the same parameters; a trained one stays."""
+    counts = torch.arange(LLAMA["vocab_size"])
+    options: dict[str, Any] = {"num_steps": 2, "vocabulary": DraftVocabulary.of_counts(counts, size)}
+    eagle = lm.Eagle3Model.from_base(base, lm_head="shared", **options)
+    eagle.export(tmp_path, profile=profile, base_model="base")
+    loaded = lm.Eagle3Model.from_pretrained(base, tmp_path, num_steps=2)
+    pairs = zip(eagle.head_parameters(), loaded.head_parameters(), strict=True)
+    assert loaded.lm_head is None and all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    assert torch.equal(loaded(IDS, labels=IDS).loss, eagle(IDS, labels=IDS).loss)
+    own = lm.Eagle3Model.from_base(base, **options)
+    assert own.lm_head is not None
+    own.lm_head.weight.data.add_(0.1)
+    own.export(tmp_path, profile=profile, base_model="base", overwrite=True)
+    loaded = lm.Eagle3Model.from_pretrained(base, tmp_path, num_steps=2)
+    assert loaded.lm_head is not None and torch.equal(loaded.lm_head.weight, own.lm_head.weight)
+
+
+def test_a_file_without_a_vocabulary_size_is_an_error(base: lm.CausalLM, tmp_path: Path) -> None:
+    lm.Eagle3Model.from_base(base).export(tmp_path, profile="specforge")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["vocab_size"], config["draft_vocab_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="draft_vocab_size: must be a whole number of at least 1, got 0"):
+        lm.Eagle3Model.from_pretrained(base, tmp_path)
