@@ -241,10 +241,9 @@ def _largest_that_fit(
 def _units(model: CausalLM, degrees: Degrees) -> Iterator[FsdpUnit]:
     """The units of FSDP2 that are possible."""
     yield "block"
-    ranks = degrees.shard * degrees.context
-    if degrees.replicate * ranks > 1:
+    if degrees.replicate * degrees.shard * degrees.context > 1:
         with suppress(ConfigError):
-            check_one_unit(model, degrees.expert, ranks, None)
+            check_one_unit(model, degrees._asdict(), None)
             yield "model"
 
 

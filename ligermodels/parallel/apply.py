@@ -69,7 +69,7 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
     _join_for(model)
     degrees = plan.degrees(world_size())
     if plan.fsdp_unit == "model":
-        check_one_unit(model, plan.expert, degrees["shard"] * degrees["context"], plan.param_dtype)
+        check_one_unit(model, {**degrees, "expert": plan.expert}, plan.param_dtype)
     if world_size() == 1 and not torch.distributed.is_initialized():
         if plan.param_dtype or plan.reduce_dtype:
             raise InputError(

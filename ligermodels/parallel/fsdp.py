@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
@@ -63,13 +63,12 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
             root.register_forward_hook(_reshard_without_gradients)
 
 
-def check_one_unit(model: nn.Module, expert: int, ranks: int, param_dtype: str | None) -> None:
+def check_one_unit(model: nn.Module, degrees: Mapping[str, int], param_dtype: str | None) -> None:
     """Raise ConfigError unless all parameters of a model can be one group of FSDP2 (`ParallelPlan.fsdp_unit`).
 
     Args:
         model: the model.
-        expert: ranks that experts are divided over.
-        ranks: ranks that FSDP2 shards over, shard x context.
+        degrees: "replicate", "shard", "context" and "expert" of the plan.
         param_dtype: as in `ParallelPlan`.
     """
     if modules_of(model, KeepsDtype):
@@ -77,10 +76,19 @@ def check_one_unit(model: nn.Module, expert: int, ranks: int, param_dtype: str |
             "fsdp_unit: 'model' is for models of one dtype; modules of this model keep their dtypes (float32 or "
             "quantised weights), and FSDP2 gathers them within their blocks; leave it 'block'"
         )
-    if expert > 1 and (expert != ranks or param_dtype is not None):
+    trained = {parameter.dtype: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if len(trained) > 1:
+        several = " and ".join(f"{name} {dtype}" for dtype, name in trained.items())
         raise ConfigError(
-            f"fsdp_unit: 'model' goes with experts that FSDP2 does not gather: give expert {ranks} (shard x context) "
-            "and no param_dtype, or leave it 'block'"
+            f"fsdp_unit: 'model' reduces gradients of one dtype, and of the trained parameters {several}; give them "
+            "one dtype, or leave it 'block'"
+        )
+    expert, ranks = degrees["expert"], degrees["shard"] * degrees["context"]
+    # FSDP2 gathers the experts of each mixture by themselves over ranks that have the same, replicas included.
+    if expert > 1 and (expert != ranks or degrees["replicate"] > 1 or param_dtype is not None):
+        raise ConfigError(
+            f"fsdp_unit: 'model' goes with experts that FSDP2 does not gather: give expert "
+            f"{ranks * degrees['replicate']} (shard x context), replicate 1 and no param_dtype, or leave it 'block'"
         )
 
 

@@ -19,6 +19,7 @@ from ligermodels.layers.modules import modules_of
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.hidden_matrices import hidden_matrices
 from ligermodels.ops.optimizer.blockwise import num_blocks
+from ligermodels.parallel.fsdp import check_one_unit
 from ligermodels.parallel.plan import DtypeName, FsdpUnit
 from ligermodels.parallel.shares import Share, Shares
 from ligermodels.parallel.trace import Trace, trace
@@ -212,7 +213,8 @@ class StepTrace:
 
         Raises:
             InputError: a number is out of range, or the optimizer is unknown.
-            ConfigError: `expert` does not divide shard x context, or Adafactor on sharded parameters.
+            ConfigError: `expert` does not divide shard x context, Adafactor on sharded parameters, or an `fsdp_unit`
+                that this model cannot have.
         """
         if optimizer not in get_args(OptimizerName):
             raise InputError(f"optimizer: must be one of {', '.join(get_args(OptimizerName))}, got {optimizer!r}")
@@ -225,6 +227,9 @@ class StepTrace:
             shares = Shares(self.model, expert=expert, param_dtype=shares.param_dtype)
         if divided % shares.expert:
             raise ConfigError(f"expert: {shares.expert} does not divide the {divided} ranks (shard x context)")
+        if fsdp_unit == "model":
+            degrees = {"replicate": replicate, "shard": shard, "context": self.context, "expert": shares.expert}
+            check_one_unit(self.model, degrees, None if shares.param_dtype is None else str(shares.param_dtype))
 
         def ranks(share: Share) -> int:
             return divided // shares.expert if share.of_experts else divided

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 from ligermodels.layers import BlockConfig
+from ligermodels.layers.modules import modules_of
+from ligermodels.layers.quantized import Codes
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.expert import mixtures, of_experts
 from ligermodels.parallel.plan import DtypeName
@@ -92,13 +95,22 @@ def _multiplied(model: CausalLM) -> list[tuple[nn.Parameter, float]]:
     The embedding is only looked up, unless the head shares it. Of stacked experts a token meets a fraction.
     """
     in_blocks = [
-        (p, p.numel() * (_share_used(config) if p.ndim == 3 else 1.0))
+        (p, math.prod(shape) * (_share_used(config) if len(shape) == 3 else 1.0))
         for block, config in zip(model.decoder.blocks, model.config.blocks, strict=True)
-        for p in block.parameters()
+        for p, shape in _shapes(block)
     ]
     looked_up = {id(p) for p in model.decoder.embed.parameters()} - {id(p) for p in model.head.parameters()}
     skipped = looked_up | {id(p) for p, _ in in_blocks}
-    return in_blocks + [(p, float(p.numel())) for p in model.parameters() if id(p) not in skipped]
+    others = [(p, float(math.prod(shape))) for p, shape in _shapes(model) if id(p) not in skipped]
+    return in_blocks + others
+
+
+def _shapes(module: nn.Module) -> list[tuple[nn.Parameter, Sequence[int]]]:
+    """Each parameter and its shape. Of a quantised weight the codes have the shape of the weight, and the scales 0."""
+    coded: dict[int, Sequence[int]] = {}
+    for codes in modules_of(module, Codes):
+        coded |= {id(codes.scales): (0,), id(codes.codes): codes.shape}
+    return [(p, coded.get(id(p), p.shape)) for p in module.parameters()]
 
 
 def _bytes(parameters: Iterable[nn.Parameter]) -> int:

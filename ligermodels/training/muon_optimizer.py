@@ -143,12 +143,13 @@ class Muon(FusedAdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As `FusedAdamW.load_state_dict`. Raises InputError also for a momentum with codes of an earlier version."""
-        super().load_state_dict(state_dict)
-        if any(MOMENTUM + CODES in state for state in self.state.values()):
+        states = state_dict.get("state") if isinstance(state_dict, Mapping) else None
+        if isinstance(states, Mapping) and any(MOMENTUM + CODES in state for state in states.values()):
             raise InputError(
                 f"{MOMENTUM + CODES}: is a momentum in 8 bits with the codes of an earlier version; its run cannot be "
                 "continued by this one: start a new one from its weights"
             )
+        super().load_state_dict(state_dict)
 
     def step_numbers(self, group: dict[str, Any], step: int, index: int) -> tuple[float, float, float]:
         matrices = self.defaults["matrices"].get(index)

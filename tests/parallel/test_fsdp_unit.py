@@ -17,6 +17,7 @@ import ligermodels as lm
 from ligermodels.errors import ConfigError
 from ligermodels.layers import KeepsDtype
 from ligermodels.layers.modules import modules_of
+from ligermodels.parallel.fsdp import check_one_unit
 from ligermodels.training import FusedAdamW
 
 PLANS = [
@@ -108,3 +109,16 @@ def test_families(tmp_path: Path, part: int) -> None:
 
 def test_two_ranks(tmp_path: Path) -> None:
     in_two_ranks(more, tmp_path)
+
+
+def test_models_and_degrees_of_several_groups() -> None:
+    """FSDP2 reduces gradients of one dtype in a group, and gathers experts by themselves where replicas have them."""
+    degrees = {"replicate": 1, "shard": 2, "context": 1, "expert": 1}
+    adapted = lm.add_lora(build("qwen3", torch.bfloat16), 3, modules_to_save=["embed_tokens"], dtype=torch.float32)
+    with pytest.raises(ConfigError, match=r"fsdp_unit: .*decoder\.embed\.weight torch.bfloat16 and .* torch.float32; "):
+        check_one_unit(adapted, degrees, None)
+    check_one_unit(lm.add_lora(build("qwen3", torch.bfloat16), 3, dtype=torch.float32), degrees, None)  # a frozen base
+    mixture = build("qwen3_moe")
+    check_one_unit(mixture, degrees | {"expert": 2}, None)
+    with pytest.raises(ConfigError, match=r"fsdp_unit: .*give expert 4 \(shard x context\), replicate 1"):
+        check_one_unit(mixture, degrees | {"expert": 2, "replicate": 2}, None)

@@ -13,6 +13,7 @@ from zoo import BASE, CONFIGS
 import ligermodels as lm
 from benchmarks.cases.parallel import Case, degrees_of, plan_of
 from benchmarks.cases.trees import config_of
+from ligermodels.arguments import QuantizedFormat
 from ligermodels.errors import InputError
 from ligermodels.parallel.cost import Hardware, ModelSize, step_cost
 
@@ -167,3 +168,14 @@ def test_a_model_is_multiplied_by_its_matrices_and_by_the_experts_that_are_chose
     lm.add_lora(model, 3)
     size = ModelSize.of(model)
     assert size.trained == sum(p.numel() for p in model.parameters() if p.requires_grad) < size.used / 2
+
+
+@pytest.mark.parametrize("kind", ["float8", "int4", "nf4", "mxfp4"])
+def test_a_quantised_model_is_multiplied_by_as_many_numbers(kind: QuantizedFormat) -> None:
+    sizes = {**BASE, "hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+    for each in ({"model_type": "llama"}, {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}):
+        model = on_meta({**sizes, **each})
+        before = ModelSize.of(model)
+        lm.quantize(model, kind)
+        after = ModelSize.of(model)
+        assert after.used == before.used and after.weights < before.weights

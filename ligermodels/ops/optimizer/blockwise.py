@@ -13,7 +13,8 @@ https://arxiv.org/abs/2410.19313), which store both moments in E4M3 with scales 
   its scale.
 - MOMENTUM (Muon): a sign, 2 exponent bits and 5 mantissa bits. Code c is 2^(c // 32) (1 + (c % 32) / 32) - 1 in units
   of 1 / 14.75 of the scale. Newton-Schulz gives small singular values the size of large ones, so the error of the whole
-  matrix counts, not that of each number: for normal numbers it is 1.1 % of the norm, with 3 mantissa bits 3.7 %.
+  matrix counts, not that of each number: for normal numbers, rounded to nearest, it is 0.8 % of the norm, with 3
+  mantissa bits 2.6 %; rounded stochastically 1.1 % and 3.7 %.
 """
 
 from collections.abc import Sequence
