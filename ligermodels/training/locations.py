@@ -39,6 +39,13 @@ def local_path(name: str, words: tuple[str, ...] = ()) -> str:
     return name if name in words or not os.path.exists(os.path.expanduser(name)) else absolute_path(name)
 
 
+def absolute_data(name: str) -> str:
+    """See `data.files.absolute_name`."""
+    from ligermodels.data.files import absolute_name  # the command line shows its help without huggingface_hub
+
+    return absolute_name(name)
+
+
 LOCAL = Located(local_path)
 """A file, a folder or a hub id."""
 

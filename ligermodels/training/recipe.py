@@ -22,10 +22,9 @@ from pydantic import (
 
 from ligermodels.arguments import ActivationCheckpointing
 from ligermodels.data.built_in_templates import TOKENS as BUILT_IN
-from ligermodels.data.files import absolute_name
 from ligermodels.errors import ConfigError, short, validation_message
 from ligermodels.parallel.plan import ParallelPlan
-from ligermodels.training.locations import Located, absolute_settings, local_except
+from ligermodels.training.locations import Located, absolute_data, absolute_settings, local_except
 from ligermodels.training.optimizer_settings import OPTIMIZER_CONDITIONS, OptimizerSettings
 from ligermodels.training.recipe_file import recipe_settings
 from ligermodels.training.settings import (
@@ -115,7 +114,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
     """Settings that a resumed run takes from its checkpoint."""
 
     base: PathName = Field(None, description="The model: a checkpoint folder, or a Hugging Face hub id.")
-    data: Annotated[tuple[str, ...], Located(absolute_name)] = Field(
+    data: Annotated[tuple[str, ...], Located(absolute_data)] = Field(
         (),
         description="Texts, or files with a text or a chat in each record: .jsonl, .json, .csv, .parquet, "
         "also compressed; a folder, a glob, or hf:owner/name.",

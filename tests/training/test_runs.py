@@ -223,5 +223,5 @@ def test_heads_to_start_from(base: Path, data: Path, tmp_path: Path) -> None:
     second = train_heads(more, tmp_path / "second")
     assert equal_heads(tmp_path / "first", tmp_path / "second")
     assert torch.equal(first.evaluation.scores.hits, second.evaluation.scores.hits)
-    with pytest.raises(ConfigError, match=r"start_from: .*\(3, 1, 'shared'\)"):
+    with pytest.raises(ConfigError, match=r"num_layers: is 2, but 1 in the heads to start from, .*; set it to 1"):
         train_heads(more.changed({"num_layers": 2}), tmp_path / "third")
