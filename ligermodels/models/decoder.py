@@ -371,8 +371,9 @@ def _selected(token_indices: Tensor | TokensWithTarget, x: Tensor) -> SelectedTo
 
 
 def _takes_additions(block: nn.Module) -> bool:
-    """Whether a block has the arguments `pending` and `defer`, and is not compiled: it would be anew for each form."""
-    return isinstance(block, Block) and block._compiled_call_impl is None
+    """Whether a block takes `pending` and `defer`, has no hooks (they see whole states), and need not compile anew."""
+    changed = block._forward_hooks or block._forward_pre_hooks or block._compiled_call_impl
+    return isinstance(block, Block) and not changed
 
 
 def first_token_wise(blocks: Any) -> int:

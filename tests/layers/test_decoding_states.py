@@ -113,20 +113,23 @@ def test_blocks_leave_their_last_addition_to_the_next_norm(name: str, monkeypatc
     torch.manual_seed(0)
     decoder = lm.from_config(CONFIGS[name]).eval().decoder
     left: list[bool] = []
-    for block in decoder.blocks:
-        block.register_forward_hook(lambda _, inputs, output: left.append(output.pending is not None))
-    ids, found = tokens(2, 5), []
-    forward = Block.forward
+    ids, found, forward = tokens(2, 5), [], Block.forward
     for defers in (True, False):
+
+        def watched(self: Block, x: Tensor, c: Any, s: Any, *more: Any, defers: bool = defers) -> Any:
+            output = forward(self, x, c, s, *(more if defers else ()))
+            left.append(output.pending is not None)
+            return output
+
+        monkeypatch.setattr(Block, "forward", watched)
         state = decoder.new_state(2, 8)
-        if not defers:
-            monkeypatch.setattr(Block, "forward", lambda self, x, c, s, *_: forward(self, x, c, s))
         with torch.no_grad():
             found += [torch.cat([decoder(part, state=state) for part in ids.split([4, 1], dim=1)], dim=1)]
     assert torch.equal(*found)
     blocks = len(decoder.blocks)
     first = [name not in POST_NORMED and i + 1 < blocks for i in range(blocks)]
     assert left == 2 * first + 2 * blocks * [False]
+    monkeypatch.undo()
     decoder.blocks[1] = Old(decoder.blocks[1])
     with torch.no_grad():
         assert torch.equal(decoder(ids[:, :4], state=decoder.new_state(2, 8)), found[0][:, :4])
