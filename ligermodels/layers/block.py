@@ -222,6 +222,12 @@ class Block(nn.Module):
         """Whether the result for a token depends on no other token of the block's input."""
         return all(layer.token_wise for layer in self.declarations().values())
 
+    @property
+    def may_defer(self) -> bool:
+        """Whether additions may be left to other blocks: no hooks expect whole hidden states, and the block is not
+        compiled, which would be done anew for each form."""
+        return not (self._forward_hooks or self._forward_pre_hooks or self._compiled_call_impl)
+
     def forward(
         self, x: Tensor, context: ForwardContext, state: Any = None, pending: Tensor | None = None, defer: bool = False
     ) -> BlockOutput:

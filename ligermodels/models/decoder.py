@@ -371,9 +371,8 @@ def _selected(token_indices: Tensor | TokensWithTarget, x: Tensor) -> SelectedTo
 
 
 def _takes_additions(block: nn.Module) -> bool:
-    """Whether a block takes `pending` and `defer`, has no hooks (they see whole states), and need not compile anew."""
-    changed = block._forward_hooks or block._forward_pre_hooks or block._compiled_call_impl
-    return isinstance(block, Block) and not changed
+    """Whether a block has the arguments `pending` and `defer`, and may be called with them."""
+    return isinstance(block, Block) and block.may_defer
 
 
 def first_token_wise(blocks: Any) -> int:
