@@ -14,7 +14,7 @@ from ligermodels.arguments import ActivationCheckpointing, OptimizerName, check_
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.context_parallel import check_context_parallel
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.parallel.cost import Hardware, ModelSize, StepCost, step_cost
+from ligermodels.parallel.cost import Degrees, Hardware, ModelSize, StepCost, step_cost
 from ligermodels.parallel.expert import check_expert_parallel
 from ligermodels.parallel.fsdp import check_one_unit
 from ligermodels.parallel.memory import StepMemory, StepTrace, step_memory
@@ -29,16 +29,6 @@ RESERVED = 0.06
 EXPERT_LOAD = 1.25
 """Tokens that a rank's experts receive, relative to perfect balance, for which a plan must have memory. It is a usual
 capacity factor (https://arxiv.org/abs/2101.03961, section 2.2), but here tokens beyond it are not dropped."""
-
-
-class Degrees(NamedTuple):
-    """Degrees of a `ParallelPlan`."""
-
-    replicate: int = 1
-    shard: int = 1
-    context: int = 1
-    tensor: int = 1
-    expert: int = 1
 
 
 class States(NamedTuple):
@@ -241,7 +231,7 @@ def _largest_that_fit(
 def _units(model: CausalLM, degrees: Degrees) -> Iterator[FsdpUnit]:
     """The units of FSDP2 that are possible."""
     yield "block"
-    if degrees.replicate * degrees.shard * degrees.context > 1:
+    if degrees.replicate * degrees.divided > 1:
         with suppress(ConfigError):
             check_one_unit(model, degrees._asdict(), None)
             yield "model"

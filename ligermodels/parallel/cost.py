@@ -118,7 +118,7 @@ def step_cost(
     for name, number in (("tokens", tokens), ("seq_len", seq_len), ("passes", passes)):
         if number < 1:
             raise InputError(f"{name}: must be at least 1, got {number}")
-    ranks = _Ranks.of(degrees)
+    ranks = Degrees.of(degrees)
     width = ranks.context * ranks.tensor  # GPUs of a forward pass
     repeated = 1 + (activation_checkpointing in ("full", "offload"))
     attention = 2.0 * seq_len * size.attention
@@ -180,8 +180,8 @@ class _Unit(NamedTuple):
         return gathers * self.weights + self.gradients
 
 
-class _Ranks(NamedTuple):
-    """Degrees of a plan."""
+class Degrees(NamedTuple):
+    """Degrees of a `ParallelPlan`."""
 
     replicate: int = 1
     shard: int = 1
@@ -190,7 +190,7 @@ class _Ranks(NamedTuple):
     expert: int = 1
 
     @classmethod
-    def of(cls, degrees: Mapping[str, int]) -> _Ranks:
+    def of(cls, degrees: Mapping[str, int]) -> Degrees:
         """The degrees; raises InputError as `step_cost`."""
         for name, number in degrees.items():
             if number < 1:

@@ -183,6 +183,17 @@ class StepTrace:
         """Ids of the parameters that Muon orthogonalises."""
         return {id(parameter) for parameter in hidden_matrices(self.model)}
 
+    def _shares_over(self, divided: int, expert: int) -> Shares:
+        """The shares of a rank of `divided`, with experts divided over `expert` ranks; errors as `memory`."""
+        shares = self.shares
+        if expert != shares.expert:
+            if 1 in (expert, shares.expert):
+                raise InputError(f"expert: the step was traced with {shares.expert}; trace it again with {expert}")
+            shares = Shares(self.model, expert=expert, param_dtype=shares.param_dtype)
+        if divided % expert:
+            raise ConfigError(f"expert: {expert} does not divide the {divided} ranks (shard x context)")
+        return shares
+
     def _traced(self, divided: int) -> Trace:
         return self._trace(several=self._in_float8 and divided * self.shares.tensor > 1)
 
@@ -220,13 +231,8 @@ class StepTrace:
             raise InputError(f"optimizer: must be one of {', '.join(get_args(OptimizerName))}, got {optimizer!r}")
         for name, number in (("replicate", replicate), ("shard", shard)):
             check_count(name, number)
-        shares, divided = self.shares, shard * self.context
-        if expert is not None and expert != shares.expert:
-            if 1 in (expert, shares.expert):
-                raise InputError(f"expert: the step was traced with {shares.expert}; trace it again with {expert}")
-            shares = Shares(self.model, expert=expert, param_dtype=shares.param_dtype)
-        if divided % shares.expert:
-            raise ConfigError(f"expert: {shares.expert} does not divide the {divided} ranks (shard x context)")
+        divided = shard * self.context
+        shares = self._shares_over(divided, self.shares.expert if expert is None else expert)
         if fsdp_unit == "model":
             degrees = {"replicate": replicate, "shard": shard, "context": self.context, "expert": shares.expert}
             check_one_unit(self.model, degrees, None if shares.param_dtype is None else str(shares.param_dtype))

@@ -267,8 +267,7 @@ def take_embedding(model: Any, path: Path, stored: Tensor) -> None:
             f"{path}: {EMBEDDING} has the shape {tuple(stored.shape)}, the model's {tuple(ours.shape)}"
         )
     own, scale = stored.to(ours), model.config.decoder.embed_scale
-    own = (
-        own if scale is None else own * torch.tensor(scale, dtype=own.dtype, device=own.device)
-    )  # rounded, as transformers has it
+    if scale is not None:  # rounded, as transformers has it
+        own = own * torch.tensor(scale, dtype=own.dtype, device=own.device)
     if not torch.equal(own, ours):
         model.embed = nn.Embedding.from_pretrained(own, freeze=True)
