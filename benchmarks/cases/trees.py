@@ -69,7 +69,7 @@ def tokens(config: dict[str, Any], batch: int, length: int, tiny: bool, ignored:
 
 
 def training_step(model: Any, optimizer: Any, ids: Any, labels: Any, **inputs: Any) -> Step:
-    """A training step that returns the loss.
+    """A training step that returns the loss. Backward runs in the calling thread, as `ligermodels train` has it.
 
     Args:
         model: The model.
@@ -79,9 +79,12 @@ def training_step(model: Any, optimizer: Any, ids: Any, labels: Any, **inputs: A
         inputs: More arguments of the model's forward pass.
     """
 
+    import torch
+
     def step() -> Any:
         loss = model(input_ids=ids, labels=labels, **inputs).loss
-        loss.backward()
+        with torch.autograd.set_multithreading_enabled(False):
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()

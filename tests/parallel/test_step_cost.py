@@ -52,6 +52,7 @@ def test_times_are_those_measured(record: dict[str, Any]) -> None:
         {**degrees_of(case, record["gpus"]), "expert": plan.expert},
         activation_checkpointing=plan.activation_checkpointing,
         reshard_after_forward=plan.reshard_after_forward,
+        fsdp_unit=plan.fsdp_unit,
     )
     assert found.seconds * 1e3 == pytest.approx(record["step_ms"], rel=0.1)
 
