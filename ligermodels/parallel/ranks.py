@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -148,18 +148,29 @@ _MESHES: WeakKeyDictionary[Any, dict[Any, Meshes]] = WeakKeyDictionary()
 """Meshes by the process group of all ranks, and by plan and device."""
 
 
-def gloo_group() -> Any:
-    """A gloo group of all ranks beside the default group, for collectives in another thread: the same one in every
+def gloo_group(thread: Literal["main", "checkpoints"]) -> Any:
+    """A gloo group of all ranks beside the default group, for the collectives of one thread: the same one in every
     call. None for a single process."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    if dist.group.WORLD not in _GLOO:
-        _GLOO[dist.group.WORLD] = dist.new_group(backend="gloo")
-    return _GLOO[dist.group.WORLD]
+    groups = _GLOO.setdefault(dist.group.WORLD, {})
+    if thread not in groups:
+        groups[thread] = dist.new_group(backend="gloo")
+    return groups[thread]
 
 
-_GLOO: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""Gloo groups of `gloo_group` by the process group of all ranks."""
+_GLOO: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+"""Gloo groups of `gloo_group` by the process group of all ranks, and by thread."""
+
+
+def largest_of_ranks(number: int) -> int:
+    """The largest `number` that any rank gives. All ranks call it; no rank waits for a GPU."""
+    group = gloo_group("main")
+    if group is None:
+        return number
+    largest = torch.tensor(number, device="cpu")  # not on torch's default device
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    return int(largest)
 
 
 class Parallelism(NamedTuple):

@@ -71,7 +71,7 @@ class Checkpoints:
     @property
     def _ranks(self) -> Ranks:
         """All ranks, in another process group: the writing thread must not disturb training's collectives."""
-        return Ranks.of_group(gloo_group())
+        return Ranks.of_group(gloo_group("checkpoints"))
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints, ascending."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
@@ -21,9 +22,13 @@ from ligermodels.generation.graph import Graphed
 from ligermodels.layers import Block, Router
 from ligermodels.layers.checkpointing import drops
 from ligermodels.layers.modules import modules_of
+from ligermodels.layers.sharding import reshard
 from ligermodels.layers.targets import IGNORE_INDEX
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.ops.runtime.dispatch import as_recorded
+from ligermodels.parallel.plan import ParallelPlan
+from ligermodels.parallel.ranks import largest_of_ranks, parallelism_of
+from ligermodels.training.blockwise_state import local_tensor
 from ligermodels.training.example_padding import ExamplePadding
 from ligermodels.training.recording import RecordableOptimizer, Recording, unrecordable_reasons
 from ligermodels.training.reports import OutputMetrics
@@ -49,7 +54,9 @@ def graph_step(
 
     The first call with batches of new shapes compiles the kernels and records the graph. Results are bit for bit those
     of a step without a graph, if that step computes the loss of all tokens: `model(...)` leaves tokens without a target
-    out of the head's products where there are many of them, and a graph does not.
+    out of the head's products where there are many of them, and a graph does not. FSDP2's gathers and reductions are
+    part of the graph. All ranks call the function for the same steps; if batches of one rank have new shapes, all ranks
+    record.
 
     Args:
         model: the model, on a GPU; calling it with a batch returns an object with `loss`.
@@ -64,7 +71,8 @@ def graph_step(
         The losses are on the GPU; reading them waits for the step.
 
     Raises:
-        InputError: when called: the inputs do not fit the model.
+        InputError: when called: the inputs do not fit the model, or the step of a sharded model does something that a
+            graph cannot, such as waiting for the GPU in a hook.
 
     Warns:
         GraphWarning: once, if the step cannot be recorded. It then runs without a graph.
@@ -88,7 +96,7 @@ class GraphStep:
         self._graphs: dict[Any, _RecordedStep] = {}
         self._state: Any = None
         self._pool = torch.cuda.graph_pool_handle() if step.device.type == "cuda" else None
-        self._is_off = False
+        self._is_off, self._is_sharded = False, parallelism_of(step.module) is not None
 
     def __call__(self, parts: Parts, **options: Any) -> StepResult:
         """Take a step; see `graph_step`."""
@@ -103,25 +111,49 @@ class GraphStep:
         return self._step(parts, options)
 
     def _take(self, parts: Parts, options: Options) -> StepResult:
-        if any(parameter.grad is not None for parameter in self._step.model.parameters()):
-            raise _CannotRecord("there are gradients of an earlier backward pass")
-        if not parts or any("labels" not in part for part in parts):
-            raise _CannotRecord("there are no micro-batches, or one has no labels")
-        inputs = _Inputs.of(self._pad(parts), options)
-        if self._graphs and self._state != _state_of(self._step):
-            self._graphs.clear()
-        recorded = self._graphs.get(inputs.key)
-        if recorded is None:
-            reason = refusal(self._step, parts)
-            if self._pad.grows:
-                self._graphs.clear()  # its sizes only grow
-            if not reason and len(self._graphs) == MAX_GRAPHS:
-                reason = f"the batches have more than {MAX_GRAPHS} sets of shapes"
-            if reason:
-                raise _CannotRecord(reason)
+        if self._is_sharded:
+            reshard(self._step.module)  # a graph gathers every parameter
+        inputs, recorded, reason = None, None, _unfit(self._step, parts)
+        if not reason:
+            inputs = _Inputs.of(self._pad(parts), options)
+            if self._graphs and self._state != _state_of(self._step):
+                self._graphs.clear()
+            recorded = self._graphs.get(inputs.key)
+            reason = "" if recorded else self._obstacle(parts)
+        need = _Need.EAGER if reason else _Need.REPLAY if recorded else _Need.RECORD
+        if self._is_sharded:
+            need = _Need(largest_of_ranks(need))  # all ranks take the step in the same way
+        if inputs is None or need is _Need.EAGER:
+            raise _CannotRecord(reason or "another rank cannot record it")
+        if recorded is None or need is _Need.RECORD:
             recorded = self._graphs[inputs.key] = _RecordedStep(self._step, inputs, self._pool)
             self._state = _state_of(self._step)
         return recorded(inputs.tensors)
+
+    def _obstacle(self, parts: Parts) -> str:
+        """Why there can be no further graph; "" if there can."""
+        if self._pad.grows:
+            self._graphs.clear()  # its sizes only grow
+        if len(self._graphs) == MAX_GRAPHS:
+            return f"the batches have more than {MAX_GRAPHS} sets of shapes"
+        return refusal(self._step, parts)
+
+
+class _Need(IntEnum):
+    """How a step is taken; of several ranks the largest counts."""
+
+    REPLAY = 0
+    RECORD = 1
+    EAGER = 2
+
+
+def _unfit(step: EagerStep, parts: Parts) -> str:
+    """Why this step cannot be taken by a graph; "" if it can."""
+    if any(parameter.grad is not None for parameter in step.model.parameters()):
+        return "there are gradients of an earlier backward pass"
+    if not parts or any("labels" not in part for part in parts):
+        return "there are no micro-batches, or one has no labels"
+    return ""
 
 
 def _state_of(step: EagerStep) -> Any:
@@ -131,8 +163,8 @@ def _state_of(step: EagerStep) -> Any:
     groups = step.optimizer.param_groups
     states = (step.optimizer.state.get(p, {}) for group in groups for p in group["params"])
     return (
-        [(p.data_ptr(), p.requires_grad) for p in step.model.parameters()],
-        [x.data_ptr() for state in states for x in state.values() if isinstance(x, Tensor)],
+        [(local_tensor(p).data_ptr(), p.requires_grad) for p in step.model.parameters()],
+        [local_tensor(x).data_ptr() for state in states for x in state.values() if isinstance(x, Tensor)],
         [{name: value for name, value in group.items() if name not in _RATES} for group in groups],
         [len(group["params"]) for group in groups],
         [module.training for module in step.module.modules()],
@@ -197,7 +229,10 @@ class _RecordedStep:
                 self._run.record()
         except RuntimeError as error:
             step.optimizer.zero_grad(set_to_none=True)
-            raise _CannotRecord(f"recording failed: {str(error).splitlines()[0]}") from error
+            failure = f"recording failed: {str(error).splitlines()[0]}"
+            if parallelism_of(step.module):  # FSDP2 is in the middle of a step
+                raise InputError(f"cuda_graph: {failure}; set it to 'off'") from error
+            raise _CannotRecord(failure) from error
 
     def __call__(self, tensors: Sequence[Tensor]) -> StepResult:
         self._load(tensors)
@@ -279,8 +314,12 @@ _NUMBERS = ("num_items_in_batch", "heads_loss_weight")
 
 def refusal(step: EagerStep, parts: Parts) -> str:
     """Why a step cannot be recorded; "" if it may be."""
-    if step.ranks.size > 1 or any(hasattr(p, "device_mesh") for p in step.model.parameters()):
-        return "the model is sharded over ranks"
+    if any(hasattr(p, "device_mesh") for p in step.model.parameters()):
+        spread = parallelism_of(step.module)
+        if spread is None:
+            return "parameters are sharded without a plan (lm.parallelize)"
+        if reason := plan_refusal(spread.plan):
+            return reason
     if not isinstance(step.optimizer, RecordableOptimizer):
         return f"{type(step.optimizer).__name__} does not support it: it has no `recording` (see RecordableOptimizer)"
     for name in ("attention_mask", "position_ids"):
@@ -295,6 +334,12 @@ def refusal(step: EagerStep, parts: Parts) -> str:
     if modes != {"none"} and any(map(drops, modules)):
         return "dropout with activation checkpointing draws its random numbers twice"
     return ""
+
+
+def plan_refusal(plan: ParallelPlan) -> str:
+    """Why steps of a model with this plan cannot be recorded; "" if they may be."""
+    divided = [name for name in ("context", "tensor", "expert") if getattr(plan, name) > 1]
+    return f"the plan has {', '.join(divided)} parallelism" if divided else ""
 
 
 def pays(step: EagerStep, parts: Sequence[Batch]) -> bool:

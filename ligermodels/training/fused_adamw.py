@@ -235,8 +235,9 @@ class FusedAdamW(torch.optim.AdamW):
             for index, parameter in parameters:
                 numbers, key = self.graph_numbers.of(index)
                 adamw_step_in_memory(
-                    *self._tensors_of(parameter), numbers=numbers, key=key, betas=group["betas"], eps=group["eps"]
-                )
+                    *self._tensors_of(parameter), numbers=numbers, key=key, betas=group["betas"], eps=group["eps"],
+                    shard=None if key is None else shard_of(parameter),
+                )  # fmt: skip
             return
         if len({id(parameter) for _, parameter in parameters}) < len(parameters):  # torch warns of such groups
             for each in parameters:

@@ -61,8 +61,8 @@ class GraphNumbers:
     """The `Recording` of an optimizer: the numbers that change from step to step, in the device's memory.
 
     Args:
-        optimizer: an optimizer of parameters that are not sharded. The graph updates those that have a gradient now, or
-            had one in the last backward pass with `step_in_backward`.
+        optimizer: an optimizer. The graph updates the parameters that have a gradient now, or had one in the last
+            backward pass with `step_in_backward`.
     """
 
     def __init__(self, optimizer: FusedAdamW) -> None:

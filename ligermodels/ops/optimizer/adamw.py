@@ -106,6 +106,7 @@ def adamw_step_in_memory(
     key: Tensor | None,
     betas: tuple[float, float],
     eps: float,
+    shard: Shard | None = None,
 ) -> None:
     """`adamw_step` for a CUDA graph: the numbers that change from step to step are read from the device's memory.
 
@@ -118,16 +119,17 @@ def adamw_step_in_memory(
         key: int64 (2,), the result of `rounding_key`, then a number that is not read; None rounds to nearest.
         betas: decay of exp_avg and of exp_avg_sq per step.
         eps: added to the root of exp_avg_sq.
+        shard: which part of the whole parameter `parameter` is, as in `adamw_step`.
 
     Raises:
-        InputError: shapes or devices do not fit, or a tensor updated in place is not contiguous.
+        InputError: as `adamw_step`.
     """
     tensors = checked(parameter, gradient, exp_avg, exp_avg_sq)
     if use_kernels(*tensors[:2]):
-        _launch(tensors, (numbers, 0.0, 0.0, *betas, eps), key, None)
+        _launch(tensors, (numbers, 0.0, 0.0, *betas, eps), key, shard)
     else:
         keep, size, root, _ = numbers
-        _step_reference(*tensors, keep, size, root, *betas, eps, None if key is None else int(key[0]))
+        _step_reference(*tensors, keep, size, root, *betas, eps, None if key is None else int(key[0]), shard)
 
 
 def adamw_numbers(step: int, lr: float, betas: tuple[float, float], weight_decay: float) -> tuple[float, float, float]:

@@ -1,0 +1,142 @@
+"""Steps of a sharded model as CUDA graphs: FSDP2's steps without a graph, and all ranks take a step in the same way."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from two_ranks import in_ranks
+from zoo import LLAMA
+
+import ligermodels as lm
+from ligermodels.errors import GraphWarning, InputError
+from ligermodels.training import FusedAdamW, Muon, hidden_matrices
+from ligermodels.training.cuda_graph import GraphStep
+from ligermodels.training.step import EagerStep, StepResult
+
+CONFIG = {**LLAMA, "model_type": "llama", "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96}
+CONFIG["num_hidden_layers"] = 2
+KINDS: dict[str, dict[str, Any]] = {
+    "blocks": {},
+    "model": {"plan": {"fsdp_unit": "model"}},
+    "kept": {"plan": {"reshard_after_forward": False}, "parts": 2},
+    "replicas": {"plan": {"replicate": 2, "shard": 1}},
+    "lora": {"lora": True, "plan": {"activation_checkpointing": "full"}},
+    "backward": {"in_backward": True},
+    "muon": {"muon": True},
+}
+GPUS = pytest.mark.gpu, pytest.mark.kernels
+DEVICES = [
+    pytest.param(("cpu", 2), id="cpu"),  # the recorded function runs itself
+    pytest.param(("cuda", 1), id="cuda-1", marks=GPUS),
+    pytest.param(
+        ("cuda", 2), id="cuda-2", marks=(*GPUS, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs"))
+    ),
+]
+
+
+def step_of(kind: dict[str, Any], device: str) -> tuple[EagerStep, lm.CausalLM, FusedAdamW]:
+    torch.manual_seed(3)
+    plan = dict(kind.get("plan", {}))
+    if dist.get_world_size() == 1:
+        plan = {name: value for name, value in plan.items() if name != "replicate"}
+    prepare = (lambda model: lm.add_lora(model, r=4)) if kind.get("lora") else None
+    model: Any = lm.from_config(
+        CONFIG, dtype=torch.bfloat16, device=device, plan=lm.ParallelPlan(**{"shard": -1, **plan}), prepare=prepare
+    )
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    options: dict[str, Any] = {"lr": 3e-3, "rounding": "stochastic", "seed": 5}
+    optimizer = FusedAdamW(parameters, **options)
+    if kind.get("muon"):
+        optimizer = Muon(parameters, matrices=hidden_matrices(model), **options)
+    if kind.get("in_backward"):
+        optimizer.step_in_backward()
+    return EagerStep(model, optimizer, None if kind.get("in_backward") else 0.5), model, optimizer
+
+
+def take_steps(kind: dict[str, Any], device: str, graphed: bool) -> tuple[list[StepResult], list[Any], Any]:
+    """The results of four steps, the evaluation losses after them, and the parameters of this rank at the end."""
+    eager, model, _ = step_of(kind, device)
+    step: Any = GraphStep(eager) if graphed else lambda parts, **options: eager(parts, options)
+    results, losses = [], []
+    for index, length in enumerate((32, 32, 48, 32)):
+        if dist.get_rank() == 1 and index == 1:
+            length = 40  # a rank with new shapes beside one that has its graph
+        generator = torch.Generator().manual_seed(10 * index + dist.get_rank())
+        ids = torch.randint(160, (kind.get("parts", 1), 2, length), generator=generator).to(device)
+        parts = [{"input_ids": each, "labels": each} for each in ids]
+        results.append(step(parts, num_items_in_batch=2 * (length - 1) * len(ids)))
+        with torch.no_grad():
+            losses.append(float(model.eval()(ids[0], labels=ids[0]).loss))
+        model.train()
+    if graphed:
+        assert len(step._graphs) == (2 if dist.get_rank() == 0 else 3), step._graphs.keys()
+    return results, losses, [parameter.to_local().clone() for parameter in model.parameters()]  # type: ignore[operator]
+
+
+def same_steps(rank: int, folder: Path, mesh: Any, device: str) -> None:
+    for name, kind in KINDS.items():
+        print("kind:", name, flush=True)
+        check_same(kind, device)
+
+
+def check_same(kind: dict[str, Any], device: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", GraphWarning)
+        wanted, found = (take_steps(kind, device, graphed) for graphed in (False, True))
+    for a, b in zip(wanted[0], found[0], strict=True):
+        assert torch.equal(torch.stack(a.losses), torch.stack(b.losses)), (a.losses, b.losses)
+        tolerance = 1e-3 if kind.get("in_backward") else 0.0
+        torch.testing.assert_close(a.grad_norm, b.grad_norm, rtol=tolerance, atol=0)
+    assert wanted[1] == found[1]
+    for a, b in zip(wanted[2], found[2], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("ranks", DEVICES)
+def test_sharded_steps_are_bit_for_bit_those_without_a_graph(ranks: tuple[str, int], tmp_path: Path) -> None:
+    """Losses, norms, parameters, and evaluations between the steps, where FSDP2 gathers the weights by itself."""
+    device, world = ranks
+    in_ranks(world, same_steps, tmp_path, device, device=device)
+
+
+def refused(rank: int, folder: Path, mesh: Any) -> None:
+    for plan in ({"tensor": 2}, {"context": 2}):
+        names_the_plan(plan)
+    eager, _, _ = step_of({}, "cpu")
+    step = GraphStep(eager)
+    ids = torch.arange(32).view(2, 16)
+    batch = {"input_ids": ids, "labels": ids}
+    if rank == 1:
+        batch["attention_mask"] = torch.ones_like(ids)
+    with pytest.warns(GraphWarning, match="attention_mask" if rank == 1 else "another rank cannot record it"):
+        step([batch])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step([batch])
+
+
+def test_a_step_that_one_rank_cannot_record_has_no_graph_on_any(tmp_path: Path) -> None:
+    in_ranks(2, refused, tmp_path)
+
+
+def fails_to_record(rank: int, folder: Path, mesh: Any) -> None:
+    eager, model, _ = step_of({}, "cuda")
+    model.decoder.blocks[0].register_forward_hook(lambda module, args, out: out.hidden.sum().item() and None)
+    ids = torch.arange(32, device="cuda").view(2, 16)
+    with pytest.raises(InputError, match=r"cuda_graph: recording failed: .*; set it to 'off'"):
+        GraphStep(eager)([{"input_ids": ids, "labels": ids}])
+
+
+@pytest.mark.gpu
+def test_a_hook_that_waits_for_the_gpu_is_an_error(tmp_path: Path) -> None:
+    in_ranks(1, fails_to_record, tmp_path, device="cuda")
+
+
+def names_the_plan(plan: dict[str, int]) -> None:
+    eager, _, _ = step_of({"plan": {**plan, "shard": 1}}, "cpu")
+    ids = torch.arange(32).view(2, 16)
+    with pytest.warns(GraphWarning, match=f"the plan has {next(iter(plan))} parallelism"):
+        GraphStep(eager)([{"input_ids": ids, "labels": ids}])
