@@ -65,8 +65,10 @@ class StepCost:
 EXPERT_PASSES = 16
 """How often a channel of a token's experts is read or written in both passes, beside dense products' rate: fitted to
 recorded steps of Qwen3-30B-A3B and Mixtral."""
-FSDP_LAUNCHES = {"block": 1.0, "model": 0.25}
-"""The CPU's work for FSDP2, relative to the kernels of a block, for each block."""
+FSDP_LAUNCHES = {"block": 1.0, "model": 0.75}
+"""The CPU's work for FSDP2, relative to the kernels of a block, for each block; fitted to recorded steps."""
+EXCHANGE_LAUNCHES = 2.2
+"""The same for the exchange of a mixture's tokens, in which the CPU also waits for the number of rows."""
 UPDATE_PASSES = 7
 """AdamW reads a parameter, its gradient and two moments, and writes all but the gradient."""
 
@@ -226,7 +228,7 @@ class Degrees(NamedTuple):
         if self.replicate * self.divided * self.tensor == 1:
             return 0
         of_fsdp = (self.replicate * self.divided > 1) * FSDP_LAUNCHES[fsdp_unit]
-        return size.num_layers * (1 + of_fsdp) + len(size.routed) * (1 + (self.expert > 1))
+        return size.num_layers * (1 + of_fsdp) + len(size.routed) * (1 + (self.expert > 1) * EXCHANGE_LAUNCHES)
 
 
 def _ring(ranks: int) -> float:

@@ -20,8 +20,8 @@ class Hardware:
         gpus_per_host: GPUs in a host.
         host_memory_bandwidth: bytes per second that a GPU copies to or from its host's memory (PCIe 5).
         contention: seconds that computation takes longer for each second of communication beside it.
-        launch_s: seconds of the CPU to launch the kernels of a block, forward and backward; FSDP2 takes as long again,
-            a mixture too, and the exchange of its tokens between ranks too.
+        launch_s: seconds of the CPU to launch the kernels of a block, forward and backward; FSDP2 and a mixture take as
+            long again, the exchange of its tokens between ranks twice as long.
     """
 
     flops: float = 620e12
@@ -31,7 +31,7 @@ class Hardware:
     gpus_per_host: int = 8
     host_memory_bandwidth: float = 50e9
     contention: float = 0.5
-    launch_s: float = 3.25e-3
+    launch_s: float = 2.5e-3
 
     def bandwidth(self, ranks: int, stride: int) -> float:
         """Bytes per second of a collective of `ranks` GPUs, with `stride` between neighbours.

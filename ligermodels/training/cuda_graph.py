@@ -42,6 +42,8 @@ FLOPS_PER_BLOCK = 1e12
 """With "auto", a step is recorded if a block has fewer operations. A block takes some 2.5 ms to launch, forward and
 backward, in which an H100 has some 1e12 operations."""
 
+ON_REQUEST = "steps of a sharded model are recorded if cuda_graph is 'on'"
+
 
 def graph_step(
     model: Trainable,
@@ -357,8 +359,8 @@ def make_step(step: EagerStep, cuda_graph: CudaGraph, parts: Sequence[Batch]) ->
 
     Args:
         step: the step without a graph.
-        cuda_graph: "on", "off", or "auto": on where it pays and can be recorded. GraphWarning names why a step that
-            would be faster by a graph has none.
+        cuda_graph: "on", "off", or "auto": on where it pays and can be recorded, of models that are not sharded.
+            GraphWarning names why a step that would be faster by a graph has none.
         parts: the first micro-batches.
     """
     if cuda_graph not in get_args(CudaGraph):
@@ -367,7 +369,7 @@ def make_step(step: EagerStep, cuda_graph: CudaGraph, parts: Sequence[Batch]) ->
     if is_on and step.device.type != "cuda":
         warnings.warn(f"steps run without a CUDA graph: the model is on {step.device}", GraphWarning, stacklevel=3)
     if cuda_graph == "auto" and step.device.type == "cuda" and pays(step, parts):
-        is_on = not (reason := refusal(step, parts))
+        is_on = not (reason := refusal(step, parts) or (ON_REQUEST if parallelism_of(step.module) else ""))
         if reason:
             warnings.warn(f"steps run without a CUDA graph, and would be faster by it: {reason}", GraphWarning, 3)
     return GraphStep(step) if is_on and step.device.type == "cuda" else lambda parts, **options: step(parts, options)

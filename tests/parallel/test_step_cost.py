@@ -16,6 +16,7 @@ from benchmarks.cases.trees import config_of
 from ligermodels.arguments import QuantizedFormat
 from ligermodels.errors import InputError
 from ligermodels.parallel.cost import Hardware, ModelSize, step_cost
+from ligermodels.training.cuda_graph import FLOPS_PER_BLOCK
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
@@ -44,10 +45,12 @@ def test_times_are_those_measured(record: dict[str, Any]) -> None:
     """Within 10 %."""
     case = Case(**{each.name: record[each.name] for each in fields(Case) if each.name in record})
     plan = plan_of(case, record["gpus"])
-    size = ModelSize.of(on_meta(config_of(case.model, layers=case.layers)))
+    size, tokens = ModelSize.of(on_meta(config_of(case.model, layers=case.layers))), case.batch * case.length
+    if record["gpus"] == 1 and 6 * size.used * tokens / size.num_layers < FLOPS_PER_BLOCK:
+        pytest.skip("`train` records this step in a CUDA graph, and the benchmark does not")
     found = step_cost(
         size,
-        case.batch * case.length,
+        tokens,
         case.length,
         {**degrees_of(case, record["gpus"]), "expert": plan.expert},
         activation_checkpointing=plan.activation_checkpointing,
@@ -143,11 +146,11 @@ def test_what_slows_a_step_by_hand() -> None:
     assert slower({"shard": 2}, shared) == pytest.approx(0.5 * (2 * 200 + 400) / 2 / 100)
     waits = cost({"shard": 2}, replace(fast, flops=1e9))
     assert waits.exposed_s == pytest.approx(4.0 - waits.compute_s) and waits.seconds == pytest.approx(4.0)
-    launches = replace(fast, launch_s=100.0)  # two blocks, FSDP2 for each, two mixtures, two exchanges
+    launches = replace(fast, launch_s=100.0)  # two blocks, FSDP2 for each, two mixtures, two exchanges of 2.2
     found = [cost(degrees, launches).seconds for degrees in ({"tensor": 2}, {"shard": 2}, {"shard": 2, "expert": 2})]
-    assert found == [400.0, 600.0, 800.0] and cost({}, launches) == cost({}, fast)
+    assert found == [400.0, 600.0, 1040.0] and cost({}, launches) == cost({}, fast)
     assert cost({"shard": 2}, launches, passes=3).seconds == 3 * 600
-    assert cost({"shard": 2}, launches, fsdp_unit="model").seconds == 450  # a quarter of FSDP2's work
+    assert cost({"shard": 2}, launches, fsdp_unit="model").seconds == 550  # 0.75 of FSDP2's work
     at_once = cost({"shard": 2}, shared, fsdp_unit="model")
     assert (at_once.sent["shard"], at_once.overlapped_s, at_once.exposed_s) == ((200 + 400) / 2, 0, 3.0)
     assert at_once.seconds == at_once.compute_s + 3.0

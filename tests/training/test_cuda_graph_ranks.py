@@ -61,9 +61,9 @@ def take_steps(kind: dict[str, Any], device: str, graphed: bool) -> tuple[list[S
     eager, model, _ = step_of(kind, device)
     step: Any = GraphStep(eager) if graphed else lambda parts, **options: eager(parts, options)
     results, losses = [], []
-    for index, length in enumerate((32, 32, 48, 32)):
+    for index, length in enumerate((64, 64, 96, 64)):
         if dist.get_rank() == 1 and index == 1:
-            length = 40  # a rank with new shapes beside one that has its graph
+            length = 80  # a rank with new shapes beside one that has its graph
         generator = torch.Generator().manual_seed(10 * index + dist.get_rank())
         ids = torch.randint(160, (kind.get("parts", 1), 2, length), generator=generator).to(device)
         parts = [{"input_ids": each, "labels": each} for each in ids]
@@ -88,7 +88,7 @@ def check_same(kind: dict[str, Any], device: str) -> None:
         wanted, found = (take_steps(kind, device, graphed) for graphed in (False, True))
     for a, b in zip(wanted[0], found[0], strict=True):
         assert torch.equal(torch.stack(a.losses), torch.stack(b.losses)), (a.losses, b.losses)
-        tolerance = 1e-3 if kind.get("in_backward") else 0.0
+        tolerance = 1e-2 if kind.get("in_backward") else 0.0
         torch.testing.assert_close(a.grad_norm, b.grad_norm, rtol=tolerance, atol=0)
     assert wanted[1] == found[1]
     for a, b in zip(wanted[2], found[2], strict=True):
