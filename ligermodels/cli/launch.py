@@ -49,8 +49,8 @@ def is_first_to(message: str) -> bool:
 def launch(ctx: typer.Context, gpus: int | None, device: str | None) -> None:
     """Run the command in `gpus` processes and exit with their exit code; return if `gpus` is None or 1.
 
-    SIGTERM, SIGHUP and Ctrl-C go to all processes: the run saves its checkpoint, however long that takes. A second Ctrl-C ends
-    them at once. If a process fails, its error is printed, and the others are ended.
+    SIGTERM, SIGHUP and Ctrl-C go to all processes: the run saves its checkpoint, however long that takes. A second
+    Ctrl-C ends them at once. If a process fails, its error is printed, and the others are ended.
 
     Args:
         ctx: context of the command.

@@ -71,10 +71,11 @@ def check_one_unit(model: nn.Module, degrees: Mapping[str, int], param_dtype: st
         degrees: "replicate", "shard", "context" and "expert" of the plan.
         param_dtype: as in `ParallelPlan`.
     """
-    if modules_of(model, KeepsDtype):
+    kept = [name for name, module in model.named_modules() if isinstance(module, KeepsDtype)]
+    if kept:
         raise ConfigError(
-            "fsdp_unit: 'model' is for models of one dtype; modules of this model keep their dtypes (float32 or "
-            "quantised weights), and FSDP2 gathers them within their blocks; leave it 'block'"
+            f"fsdp_unit: 'model' is for models of one dtype; {kept[0]} (of {len(kept)} modules) keeps its dtype, as "
+            "float32 or quantised weights do, and FSDP2 gathers it within its block; leave it 'block'"
         )
     trained = {parameter.dtype: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if len(trained) > 1:

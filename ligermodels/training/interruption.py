@@ -62,9 +62,9 @@ def stop_signals(say: Callable[[str], object]) -> Iterator[Arrived]:
 
     if threading.current_thread() is threading.main_thread():  # other threads cannot handle signals
         before[signal.SIGTERM] = signal.signal(signal.SIGTERM, handle)
-        for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-            if signal.getsignal(number) is default:
-                before[number] = signal.signal(number, handle)
+        for caught, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+            if signal.getsignal(caught) is default:
+                before[caught] = signal.signal(caught, handle)
     try:
         yield arrived
     finally:
