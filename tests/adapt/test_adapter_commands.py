@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from hub_server import serving
+from named_exports import export_named
 from runs import with_decoder
 from safetensors.torch import load_file, save_file
 from test_lora import draw, settings
@@ -228,7 +229,7 @@ def test_info_of_heads(profile: str, speaker: Path, tmp_path: Path) -> None:
     torch.manual_seed(1)
     base = lm.from_pretrained(speaker)
     medusa = lm.MedusaModel.from_base(base, num_heads=3, num_layers=1, lm_head="shared")
-    medusa.export(tmp_path / "heads", profile, base_model="owner/name")
+    export_named(medusa, tmp_path / "heads", profile, "owner/name")
     found = json.loads(ok("info", tmp_path / "heads", "--json"))
     if profile == "full-hf":
         assert found["model_type"] == "llama" and found["tensors"] > found["medusa_heads"]["tensors"]
