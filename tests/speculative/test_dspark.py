@@ -93,7 +93,9 @@ def stirred(kind: str, base: lm.CausalLM, **options: Any) -> Any:
         types = ["sliding_attention" if window else "full_attention" for window in windows]
         own["layers"] = layer_like(base.config, "qwen3", 2)
         own["layers"] |= {"layer_types": types, "sliding_window": WINDOW, "use_sliding_window": True}
-    model = model_class.from_base(base, size, **{"num_layers": 2, "boundaries": boundaries, **own, **options})
+    own |= options
+    number = {} if "layers" in own else {"num_layers": 2}
+    model = model_class.from_base(base, size, **{"boundaries": boundaries, **number, **own})
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.head_parameters():

@@ -241,7 +241,11 @@ def test_a_file_without_a_vocabulary_size_is_an_error(base: lm.CausalLM, tmp_pat
     ("kind", "options", "names"),
     [
         ("DSparkModel", {"markov_rank": 0, "markov_head_type": "gated"}, ("markov_head_type", "markov_rank is 0")),
-        ("DSparkModel", {"confidence": False, "confidence_with_markov": False}, ("confidence_with_markov", "confidence")),
+        (
+            "DSparkModel",
+            {"confidence": False, "confidence_with_markov": False},
+            ("confidence_with_markov", "confidence"),
+        ),
         ("DSparkModel", {"confidence": False, "confidence_weight": 2.0}, ("confidence_weight", "confidence")),
         ("DFlashModel", {"confidence_weight": 2.0}, ("confidence_weight", "confidence")),
         ("DFlashModel", {"divergence": "jsd"}, ("divergence", "divergence_weight")),

@@ -74,7 +74,8 @@ BLOCKS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def blocks(folder: Path, kind: str, profile: str, **options: Any) -> Path:
     model_class, own = BLOCKS[kind]
-    options = {"num_layers": 2, "boundaries": (0, 3, 8), **own, **options}
+    number = {} if "layers" in options else {"num_layers": 2}
+    options = {"boundaries": (0, 3, 8), **number, **own, **options}
     export_named(stirred(model_class.from_base(base(), 4, **options)), folder, profile, "x")
     return folder
 
