@@ -50,7 +50,7 @@ def outlive_terminal() -> None:
     terminal was closed. A run can so write its checkpoint."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream.isatty():
+        if isinstance(stream, io.TextIOWrapper) and stream.isatty():
             stream.flush()
             raw = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
             setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True))

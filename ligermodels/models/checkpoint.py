@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -195,7 +196,7 @@ def choose_layout(
     _, heads = without_heads(hf_config)
     family = family_of(hf_config)
     layout = nearest_layout(family.weight_maps(config, headers), headers, state)
-    check_head(layout, headers, can_tie=family.can_tie(hf_config))
+    check_head(layout, headers, can_tie=partial(family.can_tie, hf_config))
     return replace(layout, ignored=[*layout.ignored, *heads, *family.mtp.ignored(hf_config)])
 
 

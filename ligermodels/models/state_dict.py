@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,7 +66,7 @@ def load_state_dict(model: Any, state_dict: Mapping[str, Tensor]) -> None:
     _check(state_dict)
     family = family_of(model.hf_config)
     weight_map = nearest_layout(family.weight_maps(model.config, state_dict), state_dict, state)
-    check_head(weight_map, state_dict, can_tie=family.can_tie(model.hf_config))
+    check_head(weight_map, state_dict, can_tie=partial(family.can_tie, model.hf_config))
     weight_map.load(StateDict(state_dict), state)
 
 
@@ -96,18 +97,18 @@ def nearest_layout(layouts: Sequence[WeightMap], headers: Mapping[str, Spec], st
     return nearest[0] if len(nearest) == 1 else min(nearest, key=lambda layout: layout.misshapen(headers, state))
 
 
-def check_head(layout: WeightMap, headers: Mapping[str, Spec], *, can_tie: bool) -> None:
+def check_head(layout: WeightMap, headers: Mapping[str, Spec], *, can_tie: Callable[[], bool]) -> None:
     """CheckpointError for the checkpoint of a base model whose LM head is not its embedding, and is not stored.
 
     Args:
         layout: the layout that fits the checkpoint best.
         headers: name -> dtype and shape of the checkpoint's tensors.
-        can_tie: whether the model's config may tie the head.
+        can_tie: returns whether the model's config may tie the head.
     """
     head = next((mapping.views[0].source for mapping in layout.mappings if mapping.target == HEAD), None)
     if head is not None and layout.sources() - headers.keys() == {head}:
         how = f"set {TIED} to true in config.json: the embedding then stands for the head"
-        if not can_tie:
+        if not can_tie():
             how = f"write a copy of the embedding as {head} into the weights, as models of this type have no tied head"
         raise CheckpointError(
             f"the checkpoint holds a base model without an LM head, as AutoModel of transformers saves it: {head} is "
