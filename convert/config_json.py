@@ -25,7 +25,10 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     hint = "is this the folder of a checkpoint?"
     if path.name == "config.json" and (path.parent / ADAPTER_CONFIG).is_file():
-        hint = "the folder holds an adapter: open its base model, then the adapter with load_adapter, or --adapter"
+        hint = (
+            "the folder holds an adapter: open its base model, then the adapter with load_adapter; commands without "
+            "--adapter take a checkpoint with both, which `ligermodels lora merge MODEL ADAPTER OUT` writes"
+        )
     return read_json_object(path, ConfigError, f"; {hint}")
 
 

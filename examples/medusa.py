@@ -37,4 +37,4 @@ print(f"{result.tokens_per_step:.2f} tokens per step")
 
 medusa.save_pretrained("heads/", overwrite=True)
 for profile in ("vllm", "tgi", "tensorrt-llm"):  # docs/serving.md
-    medusa.export(f"heads-{profile}/", profile=profile, base_model=base, overwrite=True)
+    medusa.export(f"heads-{profile}/", profile=profile, overwrite=True)

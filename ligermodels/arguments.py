@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, cast, get_args
@@ -38,6 +38,31 @@ EAGLE_STEPS, EAGLE_DECAY = 7, 0.8
 """Defaults of EAGLE-3: how often the head is applied in training, and of step k the weight EAGLE_DECAY ** k."""
 EAGLE_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Names of published EAGLE-3 heads' fields for variants of the head; see `Eagle3Config`."""
+
+Condition = tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str]
+"""Names of settings; a function of all settings: whether these have an effect; the reason if they have none."""
+
+BLOCK_LOSS: tuple[Condition, ...] = (
+    (("gamma",), lambda settings: settings["dpace_alpha"] is None, "is for weights that dpace_alpha replaces"),
+    (("divergence",), lambda settings: settings["divergence_weight"] != 0, "has the weight 0 (divergence_weight)"),
+)
+"""Conditions on the loss of DFlash and DSpark heads."""
+CONFIDENCE: tuple[Condition, ...] = (
+    (("confidence_weight",), lambda settings: settings["confidence"], "is for confidence, which is false"),
+)
+MARKOV: tuple[Condition, ...] = (
+    (
+        ("markov_head_type",),
+        lambda settings: settings["markov_rank"] != 0,
+        "is for a Markov head, and markov_rank is 0",
+    ),
+    (
+        ("confidence_with_markov",),
+        lambda settings: settings["confidence"] and settings["markov_rank"] != 0,
+        "is for confidence and a Markov head, and confidence is false or markov_rank 0",
+    ),
+)
+"""Conditions on the parts of DSpark heads."""
 
 
 def is_whole(value: object) -> bool:
@@ -81,6 +106,33 @@ def parameter_names(function: Callable[..., Any]) -> list[str]:
     """Names of the parameters of a function that can be given by name."""
     parameters = inspect.signature(function).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind not in (2, 4)]  # not *args, **options
+
+
+def without_effect(
+    conditions: Sequence[Condition], settings: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """Settings that differ from their default but have no effect.
+
+    A generator, so that the caller can reset a setting before the next is checked.
+
+    Args:
+        conditions: when settings have an effect.
+        settings: name -> value of all settings.
+        defaults: name -> default of all settings.
+
+    Yields:
+        (name, reason) of a setting.
+    """
+    for names, has_effect, reason in conditions:
+        for name in names:
+            if settings[name] != defaults[name] and not has_effect(settings):
+                yield name, reason
+
+
+def check_effect(conditions: Sequence[Condition], values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise InputError for the first argument that has no effect: see `without_effect` for the arguments."""
+    for name, reason in without_effect(conditions, values, defaults):
+        raise InputError(f"{name}: {reason}; leave it out")
 
 
 def names_checked(function: Function) -> Function:

@@ -1,5 +1,7 @@
 """Output of commands: tables and progress bars on a terminal, plain lines elsewhere."""
 
+import errno
+import io
 import json
 import math
 import os
@@ -29,6 +31,29 @@ def console(*, stderr: bool = False) -> Console:
     if not screen.is_terminal:
         screen.width = 1000
     return screen
+
+
+class _Terminal(io.FileIO):
+    """A terminal that may be closed while the process runs: later output is dropped, where it would be an error."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return memoryview(data).nbytes
+
+
+def outlive_terminal() -> None:
+    """Replace `sys.stdout` and `sys.stderr`, where they are a terminal, by streams that drop what is written after the
+    terminal was closed. A run can so write its checkpoint."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and stream.isatty():
+            stream.flush()
+            raw = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True))
 
 
 def is_first_rank() -> bool:

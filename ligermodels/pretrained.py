@@ -18,7 +18,7 @@ from ligermodels.arguments import QuantizedFormat, check_flag, check_format, che
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import as_config, dtype_of, read_json
 from ligermodels.convert.export_spec import ExportSpec
-from ligermodels.convert.files import Companions
+from ligermodels.convert.files import ADAPTER_CONFIG, Companions
 from ligermodels.convert.input_files import as_path
 from ligermodels.convert.placement import (
     DeviceLike,
@@ -31,7 +31,15 @@ from ligermodels.convert.placement import (
 from ligermodels.convert.quantization import without_quantization
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.reading import reading
-from ligermodels.errors import BackendError, ConfigError, InputError, arguments_named, short
+from ligermodels.errors import (
+    AdapterWarning,
+    BackendError,
+    ConfigError,
+    InputError,
+    arguments_named,
+    short,
+    warn_caller,
+)
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors, skip_init
 from ligermodels.layers.memory import memory_for
 from ligermodels.models.causal_lm import CausalLM
@@ -145,6 +153,12 @@ def from_pretrained(
     folder = hub.resolve(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
+    if (folder / ADAPTER_CONFIG).is_file():
+        warn_caller(
+            f"{folder}: the adapter beside the model is not applied; load_adapter(model, {str(folder)!r}) applies it, "
+            f"and `ligermodels lora merge {folder} {folder} OUT` writes a checkpoint with it",
+            AdapterWarning,
+        )
     repo_id = None if os.path.isdir(Path(name_or_path).expanduser()) else os.fspath(name_or_path)
     ranks = Ranks() if plan is None else Ranks.of_group()
     with reading(folder, partial(open_checkpoint, folder, requested_dtype), ranks) as checkpoint:

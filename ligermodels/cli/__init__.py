@@ -29,7 +29,7 @@ from ligermodels.cli import (
     runs,
     verify,
 )
-from ligermodels.console import say
+from ligermodels.console import outlive_terminal, say
 from ligermodels.errors import InputError, LigerModelsError
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 
@@ -211,4 +211,5 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # for characters that the terminal cannot encode
+    outlive_terminal()
     app(prog_name="ligermodels")

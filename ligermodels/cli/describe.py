@@ -16,7 +16,10 @@ from ligermodels.console import print_json, progress, readable_bytes, show_table
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 
 if TYPE_CHECKING:
+    import torch
+
     from ligermodels.convert.loading import Spec
+    from ligermodels.models.causal_lm import CausalLM
 
 ADAMW_COPIES = 4
 """Copies of each parameter in AdamW training: weight, gradient and two moments."""
@@ -105,19 +108,31 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
     from ligermodels.convert.quantization import without_quantization
     from ligermodels.convert.safetensors_reader import Checkpoint as Files
     from ligermodels.layers.initialization import persistent_tensors
-    from ligermodels.models.attention_summary import attention_summary
     from ligermodels.models.checkpoint import choose_layout
-    from ligermodels.parallel.ranks import rank_device_type
     from ligermodels.pretrained import from_config
     from ligermodels.speculative.mtp_files import head_tensors
 
     hf_config, quantization = without_quantization(read_json(folder / "config.json"))
-    dtype, has_weights = named_dtype(hf_config), any(folder.glob("*.safetensors*"))
-    if dtype is None and has_weights:
+    model, dtype, stored = from_config(hf_config, device="meta"), named_dtype(hf_config), dict[str, Any]()
+    if any(folder.glob("*.safetensors*")):
         with Files(folder) as files:
-            dtype = unquantized_dtype(dequantized(files, quantization, None))
+            dtype = dtype or unquantized_dtype(dequantized(files, quantization, None))
+            state, headers = persistent_tensors(model), dequantized(files, quantization, dtype).headers
+            choose_layout(hf_config, model.config, headers, state).plan(headers, state)
+            stored = _stored(files.headers.values())
+            if mtp := [headers[name] for name in sorted(head_tensors(model, headers))]:
+                stored["mtp_head"] = {**_sizes(mtp), **_stored(mtp)}
     dtype = dtype or torch.float32
-    model = from_config(hf_config, device="meta")
+    return {"model_type": hf_config["model_type"], **_sizes_and_memory(model, dtype), **stored}
+
+
+def _sizes_and_memory(model: CausalLM, dtype: torch.dtype) -> dict[str, Any]:
+    """Facts about the architecture, the sizes and the memory of a model in `dtype`."""
+    import torch
+
+    from ligermodels.models.attention_summary import attention_summary
+    from ligermodels.parallel.ranks import rank_device_type
+
     config = model.config
     parameters = sum(parameter.numel() for parameter in model.parameters())
     width = dtype.itemsize
@@ -125,8 +140,7 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
     mixers = [block.mixer for block in config.blocks if block.mixer is not None]
     cache = sum(mixer.state_elements(2) - mixer.state_elements(1) for mixer in mixers) * width
     layers = [block.info() for block in config.blocks]
-    facts: dict[str, Any] = {
-        "model_type": hf_config["model_type"],
+    return {
         "layers": len(config.blocks),
         "hidden_size": config.hidden_size,
         **{name: _common(each[name] for each in layers if name in each) for name in dict.fromkeys(chain(*layers))},
@@ -143,15 +157,6 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
         "full_context_bytes": parameters * width + cache * (config.max_position_embeddings or 0),
         "adamw_bytes": parameters * width * ADAMW_COPIES,
     }
-    if has_weights:
-        with Files(folder) as files:
-            state = persistent_tensors(model)
-            headers = dequantized(files, quantization, dtype).headers
-            choose_layout(hf_config, config, headers, state).plan(headers, state)
-            facts |= _stored(files.headers.values())
-            if mtp := [headers[name] for name in sorted(head_tensors(model, headers))]:
-                facts["mtp_head"] = {**_sizes(mtp), **_stored(mtp)}
-    return facts
 
 
 def _rope_facts(model: Any) -> dict[str, Any]:

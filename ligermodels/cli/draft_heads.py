@@ -56,7 +56,9 @@ def _medusa_export(
     options.require_heads(heads, "medusa")
     with progress(f"loading {heads}", in_bytes=True) as update:
         medusa = MedusaModel.from_pretrained(options.ON_CPU.load(base), heads, progress=update)
-    medusa.export(out, profile, base_model=base_model or base, max_shard_size=max_shard_size, overwrite=overwrite)
+    named: dict[str, Any] = {"base_model": base_model or base} if chosen.names_base else {}
+    sizes: dict[str, Any] = {"max_shard_size": max_shard_size} if chosen.prefix else {}
+    medusa.export(out, profile, **named, **sizes, overwrite=overwrite)
     say(f"wrote {out}")
 
 
@@ -89,7 +91,7 @@ def draft_export(
         model = options.ON_CPU.load(base)
         with progress(f"loading {head}", in_bytes=True) as update:
             draft = getattr(ligermodels, model_class).from_pretrained(model, head, progress=update)
-        draft.export(out, profile, base_model=base_model or base, overwrite=overwrite)
+        draft.export(out, profile, base_model=(base_model or base) if profile in naming else None, overwrite=overwrite)
         say(f"wrote {out}")
 
     about = ", or ".join(f"{name}, which {servers}" for name, servers in profiles.items())

@@ -30,7 +30,7 @@ ARGUMENTS = "ligermodels.arguments"
 SHARED = "LIGERMODELS_RANKS"
 """Environment variable of the ranks: a folder where the first rank to say something leaves a file."""
 STOPPED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
-"""Exit codes of a run that SIGTERM or Ctrl-C stopped."""
+"""Exit codes of a run that SIGTERM or SIGHUP, or Ctrl-C, stopped."""
 SECONDS_AFTER_FAILURE = 10
 """How long the other ranks may take to end after one has failed; some wait for it on the GPU, and never would."""
 
@@ -49,8 +49,8 @@ def is_first_to(message: str) -> bool:
 def launch(ctx: typer.Context, gpus: int | None, device: str | None) -> None:
     """Run the command in `gpus` processes and exit with their exit code; return if `gpus` is None or 1.
 
-    SIGTERM and Ctrl-C go to all processes: the run saves its checkpoint, however long that takes. A second Ctrl-C ends
-    them at once. If a process fails, its error is printed, and the others are ended.
+    SIGTERM, SIGHUP and Ctrl-C go to all processes: the run saves its checkpoint, however long that takes. A second
+    Ctrl-C ends them at once. If a process fails, its error is printed, and the others are ended.
 
     Args:
         ctx: context of the command.

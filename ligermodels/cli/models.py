@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ligermodels.cli import options
-from ligermodels.console import say
-from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError
+from ligermodels.errors import AdapterWarning, CheckpointError, ConfigError, HubError, InputError
 
 if TYPE_CHECKING:
     from ligermodels.models.causal_lm import CausalLM
@@ -54,7 +54,9 @@ class Source:
         """
         if self.adapter is None:
             return loading.load(self.folder)
-        model = replace(loading, quantize=None, quantize_exclude=None, quantize_head=None).load(self.folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AdapterWarning)  # of an adapter beside the model: this adapter is applied
+            model = replace(loading, quantize=None, quantize_exclude=None, quantize_head=None).load(self.folder)
         from ligermodels.adapt.adapter import load_adapter
         from ligermodels.data.tokenizer import Tokenizer
 
@@ -100,8 +102,6 @@ def find(path: str, adapter: str | None = None) -> Source:
         if holds_only_heads(folder):
             base = base_of_heads_in(config_in(folder))
             raise InputError(f"{path}: holds heads and no model; give {base}, as PATH")
-        if adapter is None and holds_adapter(folder):
-            say(f"{path}: the adapter in it is not applied; --adapter {path} does that")
         own = None if adapter is None else adapter_folder(adapter)
         if own is not None and not holds_adapter(own):
             raise InputError(f"--adapter {adapter}: holds no adapter in PEFT's format (no adapter_config.json)")

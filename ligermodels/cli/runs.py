@@ -209,8 +209,8 @@ def show_evaluation(evaluation: Any) -> None:
 
 
 HOW_A_RUN_GOES = """--set takes precedence over flags, flags over the recipe, and the recipe over the defaults. On
-SIGTERM and Ctrl-C the run finishes the step and saves a checkpoint. --resume --out FOLDER continues a run that was
-stopped or killed, with the settings in its folder; with more --steps it is extended."""
+SIGTERM and Ctrl-C, and if its terminal is closed, the run finishes the step and saves a checkpoint. --resume --out
+FOLDER continues a run that was stopped or killed, with the settings in its folder; with more --steps it is extended."""
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -27,7 +28,11 @@ def value_of(column: str, cell: str) -> Any:
     """
     if column not in OF_TURNS or not cell.lstrip().startswith(("[", "{")):
         return cell
-    for parse in (parse_json, ast.literal_eval):
+    checks: dict[Callable[[str], Any], Callable[[str], object]] = {
+        parse_json: decoded,
+        ast.literal_eval: _check_literal,
+    }  # later: texts may have a field twice
+    for parse in checks:
         with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             found = parse(cell)
             break
@@ -41,10 +46,18 @@ def value_of(column: str, cell: str) -> Any:
     if not _are_turns(found, column):
         return cell
     try:
-        decoded(cell)
+        checks[parse](cell)
     except RepeatedField as error:
         raise ValueError(f'"{column}": {error}') from None
     return found
+
+
+def _check_literal(cell: str) -> None:
+    """Raise RepeatedField for a dict in Python's syntax that has a key twice."""
+    dicts = [node for node in ast.walk(ast.parse(cell.strip(), mode="eval")) if isinstance(node, ast.Dict)]
+    for keys in ([key.value for key in each.keys if isinstance(key, ast.Constant)] for each in dicts):
+        if twice := [key for i, key in enumerate(keys) if key in keys[:i]]:
+            raise RepeatedField(f"an object has the field {twice[0]!r} twice")
 
 
 def _are_turns(value: Any, column: str) -> bool:

@@ -292,7 +292,8 @@ def line_starts(content: BinaryIO, start: int = 0) -> Iterator[int]:
 
 
 def piece_starts(content: BinaryIO, path: Path, piece: int, start: int = 0) -> Iterator[int]:
-    """Positions of the pieces of a text: after the last line end of each `piece` bytes, or else between characters.
+    """Positions of the pieces of a text: after the last line end of each `piece` bytes, or else between characters, but
+    not between \\r and \\n.
 
     Args:
         content: the file, at `start`.
@@ -318,7 +319,8 @@ def piece_starts(content: BinaryIO, path: Path, piece: int, start: int = 0) -> I
         if is_lead or is_last:
             continue
         line_end = chunk.rfind(b"\n") + 1
-        cut = position - (len(chunk) - line_end if line_end else len(decoder.getstate()[0]))
+        before = max(len(decoder.getstate()[0]), chunk.endswith(b"\r"))
+        cut = position - (len(chunk) - line_end if line_end else before)
         if cut < position:
             yield cut
         else:

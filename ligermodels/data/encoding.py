@@ -63,8 +63,8 @@ class Content(NamedTuple):
         """The record, and the names of its fields that are not used. Raises ValueError if it is invalid."""
         if self.is_line:
             return read_record(self.content)
-        # Windows' line ends become \n, a lone \r stays; a byte order mark is no text.
-        text = self.content.decode().replace("\r\n", "\n")
+        # Each line end is \n, as in files that Python or the package datasets opens; a byte order mark is no text.
+        text = self.content.decode().replace("\r\n", "\n").replace("\r", "\n")
         return Completion("", text.removeprefix("\ufeff") if self.starts else text), []
 
 

@@ -6,6 +6,8 @@ import copy
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,7 +67,7 @@ class OpenCheckpoint(NamedTuple):
         stored_as = {mapping.target: mapping.views[0].source for mapping in weight_map.mappings}
         renamed = weight_map.renamed(written)
         if renamed:  # a base model's names
-            for usual, (bare, count) in zip(family.layouts, mtp[len(family.layouts) :], strict=True):
+            for usual, (bare, count) in zip(cycle(family.layouts), mtp[len(family.layouts) :], strict=False):
                 named = ((name, family.mtp.renamed(name, self.config, bare, usual, count)) for name in extra)
                 renamed |= {name: new for name, new in named if name != new}
         source = SourceCheckpoint(
@@ -194,7 +196,7 @@ def choose_layout(
     _, heads = without_heads(hf_config)
     family = family_of(hf_config)
     layout = nearest_layout(family.weight_maps(config, headers), headers, state)
-    check_head(layout, headers)
+    check_head(layout, headers, can_tie=partial(family.can_tie, hf_config))
     return replace(layout, ignored=[*layout.ignored, *heads, *family.mtp.ignored(hf_config)])
 
 

@@ -84,7 +84,8 @@ def require_model(config: Mapping[str, Any]) -> None:
     heads, model_class, _ = HEADS[kind]
     raise ConfigError(
         f"config.json: describes {heads}, without a model: open {base_of_heads(config)}, then load the heads with "
-        f"{model_class}.from_pretrained(model, heads); on the command line, with --heads"
+        f"{model_class}.from_pretrained(model, heads); on the command line, give that model, and the heads by --heads "
+        "(commands that train heads: --start-from)"
     )
 
 

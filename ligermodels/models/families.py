@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from itertools import cycle
 from typing import Any
 
 from ligermodels.convert.weight_map import WeightMap
@@ -14,6 +15,9 @@ from ligermodels.errors import ConfigError, ConfigWarning, short, warn_caller
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.extra_heads import require_model
 from ligermodels.models.mtp_format import MTPFormat
+
+ENDS = "decoder."
+"""Prefix of the parts in a layout's `names` that are outside the layers."""
 
 
 @dataclass(frozen=True)
@@ -80,22 +84,39 @@ class Family:
         Args:
             stored: names of the checkpoint's tensors. If none has the prefix of a layout, as in checkpoints of a base
                 model such as Qwen3-Embedding ("layers.0..." instead of "model.layers.0..."), the layouts without it
-                follow, in the same order. Default: the usual names only.
+                follow, in the same order; and, if a layout has names of its own for the embedding, the list of layers
+                or the final norm, once more without these: AutoModel of transformers writes its modules' names there.
+                Default: the usual names only.
         """
         prefixes = tuple([f"{layout.get('prefix', 'model')}." for layout in self.layouts])
         is_base = stored and self.text is None and not any(name.startswith(prefixes) for name in stored)
-        return [*self.layouts, *({**layout, "prefix": ""} for layout in self.layouts if is_base)]
+        if not is_base:
+            return [*self.layouts]
+        bare = [{"names": {}, **layout, "prefix": ""} for layout in self.layouts]
+        ends = [
+            {**layout, "names": {part: name for part, name in layout["names"].items() if not part.startswith(ENDS)}}
+            for layout in bare
+        ]
+        return [*self.layouts, *bare, *(ends if ends != bare else ())]
 
     def weight_maps(self, config: DecoderConfig, stored: Collection[str] = ()) -> list[WeightMap]:
         """The weight map of `config` in each of the layouts of `layouts_for(stored)`."""
         return [config.weight_map(**layout) for layout in self.layouts_for(stored)]
+
+    def can_tie(self, hf_config: Mapping[str, Any]) -> bool:
+        """Whether a config of this family may tie the LM head to the embedding; transformers never does in some."""
+        try:
+            self.decoder_config({**hf_config, "tie_word_embeddings": True})
+        except ConfigError:
+            return False
+        return True
 
     def written_map(self, config: DecoderConfig, weight_map: WeightMap) -> WeightMap:
         """The weight map by which a model is written that was loaded by `weight_map`: the same one; or, if that is of
         a base model's checkpoint without prefix, the map of the same layout with the usual names."""
         maps = self.weight_maps(config, weight_map.sources())
         usual, bare = maps[: len(self.layouts)], maps[len(self.layouts) :]
-        pairs = zip(usual, bare, strict=False)
+        pairs = zip(cycle(usual), bare, strict=False)
         return next((named for named, other in pairs if other.sources() == weight_map.sources()), weight_map)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,9 +64,9 @@ def load_state_dict(model: Any, state_dict: Mapping[str, Tensor]) -> None:
     """Fill `model` from a state dict in any layout of its family; see `CausalLM.load_hf_state_dict`."""
     state = persistent_tensors(model)
     _check(state_dict)
-    weight_maps = family_of(model.hf_config).weight_maps(model.config, state_dict)
-    weight_map = nearest_layout(weight_maps, state_dict, state)
-    check_head(weight_map, state_dict)
+    family = family_of(model.hf_config)
+    weight_map = nearest_layout(family.weight_maps(model.config, state_dict), state_dict, state)
+    check_head(weight_map, state_dict, can_tie=partial(family.can_tie, model.hf_config))
     weight_map.load(StateDict(state_dict), state)
 
 
@@ -96,20 +97,24 @@ def nearest_layout(layouts: Sequence[WeightMap], headers: Mapping[str, Spec], st
     return nearest[0] if len(nearest) == 1 else min(nearest, key=lambda layout: layout.misshapen(headers, state))
 
 
-def check_head(layout: WeightMap, headers: Mapping[str, Spec]) -> None:
+def check_head(layout: WeightMap, headers: Mapping[str, Spec], *, can_tie: Callable[[], bool]) -> None:
     """CheckpointError for the checkpoint of a base model whose LM head is not its embedding, and is not stored.
 
     Args:
         layout: the layout that fits the checkpoint best.
         headers: name -> dtype and shape of the checkpoint's tensors.
+        can_tie: returns whether the model's config may tie the head.
     """
     head = next((mapping.views[0].source for mapping in layout.mappings if mapping.target == HEAD), None)
     if head is not None and layout.sources() - headers.keys() == {head}:
+        how = f"set {TIED} to true in config.json: the embedding then stands for the head"
+        if not can_tie():
+            how = f"write a copy of the embedding as {head} into the weights, as models of this type have no tied head"
         raise CheckpointError(
             f"the checkpoint holds a base model without an LM head, as AutoModel of transformers saves it: {head} is "
             f"missing, and by the config ({TIED}) the head is not the embedding. Load a checkpoint of the whole model; "
-            f"or, for hidden states alone, set {TIED} to true in config.json: the embedding then stands for the head, "
-            "and model(input_ids, return_last_hidden_state=True) does not compute the head"
+            f"or, for hidden states alone, {how}, and model(input_ids, return_last_hidden_state=True) does not compute "
+            "the head"
         )
 
 

@@ -60,6 +60,7 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
     for root in roots:
         if not isinstance(root, FSDPModule):
             sharder.shard(root)
+            root.register_forward_pre_hook(_gather_before_inference, prepend=True)  # before FSDP2's own
             root.register_forward_hook(_reshard_without_gradients)
 
 
@@ -71,10 +72,11 @@ def check_one_unit(model: nn.Module, degrees: Mapping[str, int], param_dtype: st
         degrees: "replicate", "shard", "context" and "expert" of the plan.
         param_dtype: as in `ParallelPlan`.
     """
-    if modules_of(model, KeepsDtype):
+    kept = [name for name, module in model.named_modules() if isinstance(module, KeepsDtype)]
+    if kept:
         raise ConfigError(
-            "fsdp_unit: 'model' is for models of one dtype; modules of this model keep their dtypes (float32 or "
-            "quantised weights), and FSDP2 gathers them within their blocks; leave it 'block'"
+            f"fsdp_unit: 'model' is for models of one dtype; {kept[0]} (of {len(kept)} modules) keeps its dtype, as "
+            "float32 or quantised weights do, and FSDP2 gathers it within its block; leave it 'block'"
         )
     trained = {parameter.dtype: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if len(trained) > 1:
@@ -185,6 +187,22 @@ def _no_deepcopy(_: Any) -> None:
         "copy.deepcopy: distributed modules are not copied; for a CausalLM that lm.parallelize has distributed, "
         "ligermodels.speculative.joint.frozen_copy(model) returns a frozen copy, distributed by the same plan"
     )
+
+
+def _gather_before_inference(module: nn.Module, _: Any) -> None:
+    """Forward pre-hook of a root: under torch.inference_mode, gather each group once outside of it.
+
+    FSDP2 keeps the tensors of its first gathering for all later ones. As inference tensors they would fail in the next
+    forward pass, without a message that names the cause.
+    """
+    if not torch.is_inference_mode_enabled() or vars(module).get("_is_gathered"):
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.unshard()
+                part.reshard()
+    vars(module)["_is_gathered"] = True
 
 
 def _reshard_without_gradients(module: nn.Module, *_: Any) -> None:

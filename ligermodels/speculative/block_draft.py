@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
@@ -11,7 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.arguments import MOST_HEADS, check_count, check_names, check_number, parameter_names
+from ligermodels.arguments import (
+    BLOCK_LOSS,
+    CONFIDENCE,
+    MARKOV,
+    MOST_HEADS,
+    check_count,
+    check_effect,
+    check_names,
+    check_number,
+    parameter_names,
+)
 from ligermodels.errors import InputError
 from ligermodels.layers import IGNORE_INDEX, KeysValues
 from ligermodels.layers.packing import packed_positions
@@ -39,6 +49,9 @@ from ligermodels.speculative.output import ACCEPTED, MultiHeadOutput
 from ligermodels.speculative.tree import DynamicTree, Tree, require_fixed
 
 Model = TypeVar("Model", bound="BlockDraftModel")
+
+NUM_LAYERS = 5
+"""Default number of layers of a head."""
 
 
 class _Row(NamedTuple):
@@ -101,7 +114,10 @@ class BlockDraftModel(DraftHeadModel):
         if config.sample_from_anchor != self.from_anchor:
             raise InputError(f"sample_from_anchor: must be {self.from_anchor} for {self.kind}")
         check_names(type(self).__name__, training, (*parameter_names(BlockDraftModel.__init__), *self.training_names))
-        how = self._training(training)
+        how, defaults = self._training(training), self._training({})
+        check_effect(
+            (*BLOCK_LOSS, *CONFIDENCE), {**asdict(how), "confidence": config.enable_confidence_head}, asdict(defaults)
+        )
         if not (how.ce_weight or how.divergence_weight or (config.enable_confidence_head and how.confidence_weight)):
             raise InputError("ce_weight, divergence_weight: both are 0, so nothing trains the head; give one above 0")
         super().__init__(base, config, vocabulary, BlockHead)
@@ -113,7 +129,7 @@ class BlockDraftModel(DraftHeadModel):
         base: CausalLM,
         block_size: int | None = None,
         *,
-        num_layers: int = 5,
+        num_layers: int | None = None,
         boundaries: Sequence[int] | None = None,
         mask_token_id: int | None = None,
         vocabulary: DraftVocabulary | None = None,
@@ -127,7 +143,7 @@ class BlockDraftModel(DraftHeadModel):
             base: the base model.
             block_size: B, slots of a block, the anchor's included. DFlash proposes B - 1 tokens, by default 15; DSpark
                 proposes B tokens, by default 7.
-            num_layers: layers of the head.
+            num_layers: layers of the head, by default 5; not beside `layers`, which have their own number.
             boundaries: the states that the head reads: L is the residual stream after L layers. By default one for each
                 layer of the head, spread over the model: see `default_layer_ids`.
             mask_token_id: token of the slots after the anchor, one that texts do not have. Default: the last id.
@@ -146,7 +162,8 @@ class BlockDraftModel(DraftHeadModel):
             The model, on the device and in the dtype of `base`.
 
         Raises:
-            InputError: an argument is out of range, or does not fit the base model, which is then not frozen.
+            InputError: an argument is out of range, has no effect beside the others, or does not fit the base model,
+                which is then not frozen.
             ConfigError: the layers' config has a bad value.
 
         Examples:
@@ -158,11 +175,16 @@ class BlockDraftModel(DraftHeadModel):
         check_names(f"{cls.__name__}.from_base", options, names)
         target, network = base.config, dict(cls.head_defaults)
         network |= {name: options.pop(name) for name in network if name in options}
+        if cls.head_defaults:
+            check_effect(MARKOV, network, cls.head_defaults)
         if layers is None:
-            layers = layer_like(target, "qwen3", check_count("num_layers", num_layers, most=MOST_HEADS))
+            count = NUM_LAYERS if num_layers is None else num_layers
+            layers = layer_like(target, "qwen3", check_count("num_layers", count, most=MOST_HEADS))
+        elif num_layers is not None:
+            raise InputError("num_layers: has no effect beside layers, whose num_hidden_layers counts; leave it out")
         check_layers("layers", layers, KINDS)
         if boundaries is None:
-            count = int(layers.get("num_hidden_layers", num_layers))
+            count = int(layers.get("num_hidden_layers", NUM_LAYERS))
             boundaries = boundaries_of(default_layer_ids(count, len(target.blocks)))
         else:
             boundaries = check_boundaries("boundaries", boundaries, len(target.blocks))

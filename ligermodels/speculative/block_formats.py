@@ -101,7 +101,7 @@ def _deepspec(config: BlockDraftConfig, target: Target, num_anchors: int) -> dic
     }
 
 
-_SPECULATORS = Profile(_speculators)
+_SPECULATORS = Profile(_speculators, names_base=True)
 PROFILES = {
     DFLASH_TYPE: {"speculators": _SPECULATORS, "z-lab": Profile(_z_lab, embedding=False, lm_head=False, reduced=False)},
     DSPARK_TYPE: {"speculators": _SPECULATORS, "deepspec": Profile(_deepspec, reduced=False)},

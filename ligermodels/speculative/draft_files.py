@@ -146,6 +146,7 @@ class Profile:
     lm_head: whether the lm_head is in the file.
     prefix: prefix of the tensors of an EAGLE-3 head's layer.
     reduced: whether it can hold a reduced vocabulary.
+    names_base: whether config.json names the base model.
     """
 
     config: Callable[..., dict[str, Any]]
@@ -153,6 +154,7 @@ class Profile:
     lm_head: bool = True
     prefix: str = "layers.0"
     reduced: bool = True
+    names_base: bool = False
 
 
 def profile_named(name: str, profiles: Mapping[str, Profile], kind: str, config: Any) -> Profile:

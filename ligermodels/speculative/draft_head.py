@@ -31,7 +31,7 @@ from ligermodels.speculative import draft_files as files
 from ligermodels.speculative.block_loss import capped
 from ligermodels.speculative.draft_projection import DraftProjection
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
-from ligermodels.speculative.head_files import allocated, save_alone
+from ligermodels.speculative.head_files import allocated, check_base_model, save_alone
 from ligermodels.speculative.multi_head import MultiHeadModel
 
 Model = TypeVar("Model", bound="DraftHeadModel")
@@ -237,11 +237,12 @@ class DraftHeadModel(MultiHeadModel):
                 "deepspec", whose heads are of Qwen3's kind, with all tokens and the states of five layers. DFlash: also
                 "z-lab", DSpark: also "deepspec", which SGLang and vLLM read.
             base_model: the base model's hub id or folder, for config.json of formats that name it: "speculators", and
-                "deepspec" of EAGLE-3. Default: the checkpoint that the base model was loaded from.
+                "deepspec" of EAGLE-3; an error for the others. Default: the checkpoint that the base model was loaded
+                from.
             overwrite: replace a checkpoint in the folder.
 
         Raises:
-            InputError: the profile is unknown, cannot hold this head, or needs `base_model`.
+            InputError: the profile is unknown, cannot hold this head, or needs `base_model` or does not name it.
             CheckpointError: the folder is in use or cannot be written.
 
         Examples:
@@ -250,6 +251,7 @@ class DraftHeadModel(MultiHeadModel):
         self.check_vocabulary()
         formats = self.formats
         form = files.profile_named(profile, formats.PROFILES[self.head_type], self.kind, self.config)
+        check_base_model(base_model, profile, names_base=form.names_base)
         config = form.config(self.config, files.Target.of(self, base_model), **self.stored_settings())
         config["dtype"] = str(next(self.head.parameters()).dtype).removeprefix("torch.")
         if self.lm_head is not None and not form.lm_head:

@@ -177,6 +177,9 @@ class DraftProjection:
         total, acceptance, agreement, losses = self._gathered(distilled)
         return StepsLoss(total, losses, acceptance, agreement & is_draft[..., None], compared)
 
+    @torch.compiler.disable(
+        reason="the loss computes its gradients in place, chunk by chunk; compile without fullgraph"
+    )
     def block_losses(
         self, teacher: Tensor, hidden: Tensor, codes: Tensor | None, code_weight: Tensor | None, targets: Tensor,
         weights: Tensor, options: SlotLoss,

@@ -104,9 +104,9 @@ def _require_none(profile: str, program: str, wrong: Mapping[str, bool]) -> None
 
 PROFILES = {
     EAGLE_TYPE: {
-        "speculators": Profile(_speculators),
+        "speculators": Profile(_speculators, names_base=True),
         "specforge": Profile(_specforge, embedding=False, prefix="midlayer"),
-        "deepspec": Profile(_deepspec),
+        "deepspec": Profile(_deepspec, names_base=True),
     }
 }
 """Type of the head -> its file formats by name."""

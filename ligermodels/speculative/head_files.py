@@ -43,6 +43,12 @@ def allocated(module: Callable[[], nn.Module], dtype: torch.dtype, device: torch
     return made
 
 
+def check_base_model(base_model: str | None, profile: str, *, names_base: bool) -> None:
+    """InputError for a `base_model` that is given to the format `profile`, if that names no base model."""
+    if base_model is not None and not names_base:
+        raise InputError(f"base_model: profile {profile!r} does not name the base model; leave it out")
+
+
 def name_of_base(base_model: str | None, spec: ExportSpec | None) -> str | None:
     """The base model's name for config.json of its heads, which may be opened from another folder: a hub id, or a
     folder as an absolute path. Default: the checkpoint in the base model's `spec`, or None."""

@@ -27,7 +27,7 @@ from ligermodels.models.extra_heads import MEDUSA_TYPE, require_type
 from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.speculative.drafting import HeadsDrafter
-from ligermodels.speculative.head_files import head_state, name_of_base, save_alone
+from ligermodels.speculative.head_files import check_base_model, head_state, name_of_base, save_alone
 from ligermodels.speculative.hub import config_of_heads, heads_folder
 from ligermodels.speculative.medusa_files import open_heads, repeats_lm_head, tensors_to_export
 from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
@@ -226,7 +226,7 @@ class MedusaModel(MultiHeadModel):
         profile: str = "vllm",
         *,
         base_model: str | None = None,
-        max_shard_size: int | str = "5GB",
+        max_shard_size: int | str | None = None,
         overwrite: bool = False,
     ) -> None:
         """Write the heads in the format of another program.
@@ -239,14 +239,15 @@ class MedusaModel(MultiHeadModel):
             profile: name of the format: "vllm", "vllm-shared", "tgi", "tgi-v2", "tensorrt-llm", "fasterdecoding"; or
                 "full-hf", the base model's checkpoint with the heads in it.
             base_model: the base model's hub id or folder, for config.json in the formats of TGI, TensorRT-LLM and
-                FasterDecoding. A folder is written as an absolute path. Default: the checkpoint that the base model was
-                loaded from.
-            max_shard_size: largest size of a safetensors file of "full-hf", in bytes or as a string such as "5GB"; the
-                other formats have a single file.
+                FasterDecoding; an error for the others. A folder is written as an absolute path. Default: the
+                checkpoint that the base model was loaded from.
+            max_shard_size: largest size of a safetensors file of "full-hf", in bytes or as a string such as "5GB"; an
+                error for the other formats, which have a single file. Default: "5GB".
             overwrite: replace a checkpoint or heads in `folder`; other files in it stay.
 
         Raises:
-            InputError: the profile is unknown, cannot hold these heads, or needs `base_model`.
+            InputError: the profile is unknown, cannot hold these heads, needs `base_model`, or has no place for
+                `base_model` or `max_shard_size`.
             ConfigError: "full-hf", and the base model has no config.json or no longer matches it.
             CheckpointError: the folder is in use or cannot be written.
 
@@ -255,12 +256,16 @@ class MedusaModel(MultiHeadModel):
         """
         self.check_vocabulary()
         chosen, spec = profile_named(profile), self.base.export_spec
+        check_base_model(base_model, profile, names_base=chosen.names_base)
+        if max_shard_size is not None and not chosen.prefix:
+            raise InputError(f"max_shard_size: is for profile='full-hf', and profile {profile!r} has one file")
         state = tensors_to_export(self.base, self.heads, self.shape, chosen)
         folder, weights = folder_to_write(folder), chosen.weight_map(self.shape)
         config = chosen.filled(self.shape, name_of_base(base_model, spec))
         if spec is not None and chosen.prefix:
             names = (weights, lambda fields: {**fields, **config}, config, lambda name: name.startswith(chosen.prefix))
-            spec.with_heads(*names).save(folder, state, max_shard_size=max_shard_size, overwrite=overwrite)
+            size = "5GB" if max_shard_size is None else max_shard_size
+            spec.with_heads(*names).save(folder, state, max_shard_size=size, overwrite=overwrite)
         else:
             ranks = Ranks(state.values())
             save_alone(folder, weights.export(state), config, ranks, file=chosen.file, overwrite=overwrite)

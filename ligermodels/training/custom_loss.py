@@ -87,6 +87,21 @@ def with_loss(objective: PreferenceObjective, path: str, settings: Collection[st
     return objective._replace(losses=losses, is_custom=True)
 
 
+def check_given(path: str, settings: Collection[str]) -> None:
+    """Raise ConfigError for a setting of the objective that has no effect with a user's loss.
+
+    Args:
+        path: MODULE:FUNCTION.
+        settings: names of the settings that are given.
+    """
+    function = function_at(path, "loss")
+    if unused := [name for name in settings if name not in function.parameters and not function.takes_all]:
+        raise ConfigError(
+            f"{unused[0]}: has no effect with the loss {path}, which has no parameter of this name; leave it out, or "
+            "add the parameter"
+        )
+
+
 def load_loss(path: str, fields: Collection[str]) -> CustomLoss:
     """A function that calls the loss at `path` with the fields that it asks for.
 

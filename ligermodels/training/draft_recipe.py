@@ -6,10 +6,20 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ligermodels.arguments import EAGLE_DECAY, EAGLE_FLAGS, EAGLE_STEPS, Divergence, QuantizedFormat
+from ligermodels.arguments import (
+    BLOCK_LOSS,
+    CONFIDENCE,
+    EAGLE_DECAY,
+    EAGLE_FLAGS,
+    EAGLE_STEPS,
+    MARKOV,
+    Condition,
+    Divergence,
+    QuantizedFormat,
+)
 from ligermodels.errors import ConfigError
 from ligermodels.training.recipe import CONDITIONS, TrainingRecipe
-from ligermodels.training.settings import QUANTIZED, Condition, Integers, Names, PathName
+from ligermodels.training.settings import QUANTIZED, Integers, Names, PathName
 
 
 def draft_conditions(*new_head: str) -> tuple[Condition, ...]:
@@ -140,25 +150,6 @@ class BlockRecipe(DraftRecipe, init=False):
         super().check()
 
 
-_BLOCK_LOSS: tuple[Condition, ...] = (
-    (("gamma",), lambda settings: settings["dpace_alpha"] is None, "is for weights that dpace_alpha replaces"),
-    (("divergence",), lambda settings: settings["divergence_weight"] != 0, "has the weight 0 (divergence_weight)"),
-)
-_DSPARK_PARTS: tuple[Condition, ...] = (
-    (
-        ("markov_head_type",),
-        lambda settings: settings["markov_rank"] != 0,
-        "is for a Markov head, and markov_rank is 0",
-    ),
-    (("confidence_weight",), lambda settings: settings["confidence"], "is for confidence, which is false"),
-    (
-        ("confidence_with_markov",),
-        lambda settings: settings["confidence"] and settings["markov_rank"] != 0,
-        "is for confidence and a Markov head, and confidence is false or markov_rank 0",
-    ),
-)
-
-
 class DFlashRecipe(BlockRecipe, init=False):
     """Settings of a run that trains a DFlash head. The defaults are the published settings.
 
@@ -168,7 +159,7 @@ class DFlashRecipe(BlockRecipe, init=False):
 
     kind: ClassVar[str] = "dflash"
     from_anchor: ClassVar[bool] = False
-    conditions: ClassVar[tuple[Condition, ...]] = (*draft_conditions("boundaries", *DFLASH), *_BLOCK_LOSS)
+    conditions: ClassVar[tuple[Condition, ...]] = (*draft_conditions("boundaries", *DFLASH), *BLOCK_LOSS)
 
     block_size: int = Field(16, ge=2, description="Slots of a block; one token fewer is proposed.")
     gamma: float | None = Field(7.0, gt=0, description="Draft k, from 0, has the weight exp(-k / gamma); null: 1.")
@@ -184,8 +175,9 @@ class DSparkRecipe(BlockRecipe, init=False):
     kind: ClassVar[str] = "dspark"
     conditions: ClassVar[tuple[Condition, ...]] = (
         *draft_conditions("boundaries", *DSPARK),
-        *_BLOCK_LOSS,
-        *_DSPARK_PARTS,
+        *BLOCK_LOSS,
+        *CONFIDENCE,
+        *MARKOV,
     )
 
     block_size: int = Field(7, ge=1, description="Slots of a block, each of which proposes a token.")

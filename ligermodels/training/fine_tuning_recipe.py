@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from ligermodels.arguments import QuantizedFormat
+from ligermodels.arguments import Condition, QuantizedFormat
 from ligermodels.training.objective_recipe import ObjectiveRecipe
-from ligermodels.training.settings import QUANTIZED, Condition, Integers, Names, PathName
+from ligermodels.training.settings import QUANTIZED, Integers, Names, PathName
 
 LM_EVAL = ("lm_eval_every", "lm_eval_limit", "lm_eval_num_fewshot", "lm_eval_batch_size", "lm_eval_include_path")
 """Options of lm-eval. After `lm_eval_` come names of lm-eval's command line."""

@@ -107,20 +107,37 @@ class FusedAdamW(torch.optim.AdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict. Raises InputError for anything else, and for an option that is out of range or not
-        implemented."""
-        content = state_dict if isinstance(state_dict, Mapping) else {}
-        groups = content.get("param_groups")
-        if not isinstance(content.get("state"), Mapping) or not isinstance(groups, list | tuple):
+        implemented; also if a hook of `register_load_state_dict_pre_hook` returns it."""
+        if not isinstance(state_dict, Mapping):
             raise InputError(f"state_dict: must be a state_dict() of an optimizer, got {short(state_dict)}")
-        for group in groups:
-            _check_group(group)
-        super().load_state_dict(state_dict)
+        loaded: list[Mapping[str, Any]] = []
+
+        def check(_: Any, content: Any) -> None:
+            self.check_state(content)
+            loaded.append(content)
+
+        after_others = self.register_load_state_dict_pre_hook(check)
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            after_others.remove()
+        (content,) = loaded
+        groups = content["param_groups"]
         saved = [index for group in groups for index in group["params"]]
         for index, _, parameter in self.indexed_parameters():  # torch casts all states to the dtype of the parameter
             for name, value in content["state"].get(saved[index], {}).items():
                 if name.endswith((CODES, SCALES)):
                     self.state[parameter][name] = value.to(parameter.device)
 
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise InputError for a state dict that cannot be loaded."""
+        groups = state_dict.get("param_groups")
+        if not isinstance(state_dict.get("state"), Mapping) or not isinstance(groups, list | tuple):
+            raise InputError(f"state_dict: must be a state_dict() of an optimizer, got {short(state_dict)}")
+        for group in groups:
+            _check_group(group)
+
+    @torch.compiler.disable(reason="its kernels are compiled; torch.compile would only trace parameter by parameter")
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. `closure` computes the loss again; its result is returned."""

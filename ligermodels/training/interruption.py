@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a flag that a run reads after each step."""
+"""SIGTERM, SIGHUP and Ctrl-C as a flag that a run reads after each step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Interrupted(Exception):
 
 
 class Arrived:
-    """Whether SIGTERM or SIGINT (Ctrl-C) has arrived, and whether the first one was Ctrl-C."""
+    """Whether SIGTERM, SIGHUP or SIGINT (Ctrl-C) has arrived, and whether the first one was Ctrl-C."""
 
     def __init__(self) -> None:
         self._first: int | None = None
@@ -48,8 +48,9 @@ class Arrived:
 
 @contextmanager
 def stop_signals(say: Callable[[str], object]) -> Iterator[Arrived]:
-    """Catch SIGTERM and Ctrl-C: they set a flag, and only a second Ctrl-C ends the process; `say` is called with a
-    message about this. A handler of SIGINT other than Python's default stays in place."""
+    """Catch SIGTERM, SIGHUP (of a terminal that is closed) and Ctrl-C: they set a flag, and only a second Ctrl-C ends
+    the process; `say` is called with a message about this. A handler of SIGINT or SIGHUP other than Python's default
+    stays in place, as under nohup, which ignores SIGHUP."""
     arrived, before = Arrived(), dict[int, Any]()
 
     def handle(number: int, frame: object) -> None:
@@ -61,8 +62,9 @@ def stop_signals(say: Callable[[str], object]) -> Iterator[Arrived]:
 
     if threading.current_thread() is threading.main_thread():  # other threads cannot handle signals
         before[signal.SIGTERM] = signal.signal(signal.SIGTERM, handle)
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            before[signal.SIGINT] = signal.signal(signal.SIGINT, handle)
+        for caught, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+            if signal.getsignal(caught) is default:
+                before[caught] = signal.signal(caught, handle)
     try:
         yield arrived
     finally:

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from ligermodels.arguments import Condition
 from ligermodels.training.recipe import CONDITIONS, TrainingRecipe
 from ligermodels.training.renamed import current_settings
-from ligermodels.training.settings import Condition, PathName
+from ligermodels.training.settings import PathName
 
 
 class MedusaRecipe(TrainingRecipe, init=False):

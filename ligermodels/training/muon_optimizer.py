@@ -141,15 +141,14 @@ class Muon(FusedAdamW):
             return super().new_state(parameter, index)
         return self.new_average(MOMENTUM_8 if self.defaults["state_bits"] == 8 else MOMENTUM, parameter)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `FusedAdamW.load_state_dict`. Raises InputError also for a momentum with codes of an earlier version."""
-        states = state_dict.get("state") if isinstance(state_dict, Mapping) else None
-        if isinstance(states, Mapping) and any(MOMENTUM + CODES in state for state in states.values()):
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """As `FusedAdamW.check_state`. Raises InputError also for a momentum with codes of an earlier version."""
+        super().check_state(state_dict)
+        if any(MOMENTUM + CODES in state for state in state_dict["state"].values()):
             raise InputError(
                 f"{MOMENTUM + CODES}: is a momentum in 8 bits with the codes of an earlier version; its run cannot be "
                 "continued by this one: start a new one from its weights"
             )
-        super().load_state_dict(state_dict)
 
     def step_numbers(self, group: dict[str, Any], step: int, index: int) -> tuple[float, float, float]:
         matrices = self.defaults["matrices"].get(index)

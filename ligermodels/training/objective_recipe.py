@@ -6,10 +6,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
+from ligermodels.arguments import Condition
 from ligermodels.errors import ConfigError
 from ligermodels.training.policy_recipe import POLICY, POLICY_CONDITIONS, PolicySettings, check_policy
 from ligermodels.training.recipe import CONDITIONS, TrainingRecipe
-from ligermodels.training.settings import Condition, DataForm, ImportPath, Names, Numbers, PathName
+from ligermodels.training.settings import DataForm, ImportPath, Names, Numbers, PathName
 
 
 class ObjectiveSettings(NamedTuple):

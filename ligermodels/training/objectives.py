@@ -17,7 +17,7 @@ from ligermodels.models.causal_lm import CausalLM
 from ligermodels.parallel.ranks import data_share
 from ligermodels.speculative.joint import frozen_copy
 from ligermodels.training.base import Base
-from ligermodels.training.custom_loss import TOKEN_FIELDS, TokenLossModel, load_loss, with_loss
+from ligermodels.training.custom_loss import TOKEN_FIELDS, TokenLossModel, check_given, load_loss, with_loss
 from ligermodels.training.distillation import DistillationModel, load_teacher
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 from ligermodels.training.job import BatchSource, Evaluation
@@ -82,6 +82,9 @@ def check_objective(recipe: FineTuningRecipe) -> None:
         objective, form = _preference_objective(recipe), recipe.data_form
         if recipe.loss is None:
             check_settings(objective, recipe.objective_options, pairs=form.name == "pairs", kl=form.mismatched)
+        else:  # by its loss type, kto may need no completions of other records
+            of_data = ("loss_type",) if SETTINGS_OF[recipe.objective].data.mismatched else ()
+            check_given(recipe.loss, [name for name in recipe.objective_options if name not in of_data])
     elif recipe.objective == "grpo":
         _check_plan(recipe, "tensor", "context", "expert")
         Rewards(recipe.reward)

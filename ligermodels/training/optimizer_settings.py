@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
-from ligermodels.arguments import OptimizerName, check_optimizer
+from ligermodels.arguments import Condition, OptimizerName, check_optimizer
 from ligermodels.errors import ConfigError, short
-from ligermodels.training.settings import Condition
 
 ScheduleName = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt", "cosine_with_restarts"]
 DecayType = Literal["linear", "cosine", "1-sqrt"]

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from ligermodels.arguments import Condition
 from ligermodels.errors import ConfigError
-from ligermodels.training.settings import Condition, ImportPaths, Numbers
+from ligermodels.training.settings import ImportPaths, Numbers
 
 LOSS_SETTINGS = ("beta", "use_bias_correction_kl", "epsilon", "epsilon_high", "delta", "importance_sampling_level")
 """Settings that are arguments of `grpo_loss`, beside `loss_type`."""

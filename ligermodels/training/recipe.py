@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from ligermodels.arguments import ActivationCheckpointing
+from ligermodels.arguments import ActivationCheckpointing, Condition, without_effect
 from ligermodels.data.built_in_templates import TOKENS as BUILT_IN
 from ligermodels.errors import ConfigError, short, validation_message
 from ligermodels.parallel.plan import ParallelPlan
@@ -32,7 +32,6 @@ from ligermodels.training.settings import (
     STREAMING,
     TEXT_OF_PATH,
     TOKENISING,
-    Condition,
     DataForm,
     MonitoringSettings,
     Names,
@@ -40,7 +39,6 @@ from ligermodels.training.settings import (
     TokenisingSettings,
     check_weights,
     weights_of,
-    without_effect,
 )
 
 R = TypeVar("R", bound="TrainingRecipe")

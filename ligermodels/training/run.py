@@ -51,9 +51,10 @@ def run_job(
     (fingerprints of the files that were read) and, if matplotlib is installed, curves.png.
 
     A run that was killed resumes with the losses of an uninterrupted run: bit for bit on a CPU of the same kind, and on
-    a GPU of the same kind if the backward pass of attention is deterministic. On SIGTERM and Ctrl-C the run finishes
-    the current step, abandons an evaluation (and repeats it on resuming) and writes a checkpoint; after SIGTERM the
-    outcome is not `finished`, after Ctrl-C KeyboardInterrupt is raised, and at once by a second Ctrl-C.
+    a GPU of the same kind if the backward pass of attention is deterministic. On SIGTERM, SIGHUP (its terminal is
+    closed) and Ctrl-C the run finishes the current step, abandons an evaluation (and repeats it on resuming) and writes
+    a checkpoint; after SIGTERM and SIGHUP the outcome is not `finished`, after Ctrl-C KeyboardInterrupt is raised, and
+    at once by a second Ctrl-C.
 
     A resumed run may have more steps, or epochs, than before. From there on it has the learning rates of the longer
     run; a message says so. It resumes from the newest checkpoint; if this is damaged, from the checkpoint before it,

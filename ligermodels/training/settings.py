@@ -4,38 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, Field
 
+from ligermodels.arguments import Condition, without_effect
 from ligermodels.errors import ConfigError
 from ligermodels.training.import_path import absolute_import, short_import
 from ligermodels.training.locations import LOCAL, Located
-
-Condition = tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str]
-"""Names of settings; a function of all settings: whether these have an effect; the reason if they have none."""
-
-
-def without_effect(
-    conditions: Sequence[Condition], settings: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> Iterator[tuple[str, str]]:
-    """Settings that differ from their default but have no effect.
-
-    A generator, so that the caller can reset a setting before the next is checked.
-
-    Args:
-        conditions: when settings have an effect.
-        settings: name -> value of all settings.
-        defaults: name -> default of all settings.
-
-    Yields:
-        (name, reason) of a setting.
-    """
-    for names, has_effect, reason in conditions:
-        for name in names:
-            if settings[name] != defaults[name] and not has_effect(settings):
-                yield name, reason
 
 
 def with_effect(

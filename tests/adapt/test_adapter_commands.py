@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from hub_server import serving
+from named_exports import export_named
 from runs import with_decoder
 from safetensors.torch import load_file, save_file
 from test_lora import draw, settings
@@ -22,6 +23,7 @@ import ligermodels as lm
 from ligermodels.adapt.targets import layouts_of, targets, transformers_layout
 from ligermodels.cli import app
 from ligermodels.data.tokenizer import Tokenizer
+from ligermodels.errors import AdapterWarning
 from ligermodels.speculative.profiles import PROFILES
 from ligermodels.training import FineTuningRecipe, FusedAdamW
 from ligermodels.training.checkpoints import Checkpoints
@@ -227,7 +229,7 @@ def test_info_of_heads(profile: str, speaker: Path, tmp_path: Path) -> None:
     torch.manual_seed(1)
     base = lm.from_pretrained(speaker)
     medusa = lm.MedusaModel.from_base(base, num_heads=3, num_layers=1, lm_head="shared")
-    medusa.export(tmp_path / "heads", profile, base_model="owner/name")
+    export_named(medusa, tmp_path / "heads", profile, "owner/name")
     found = json.loads(ok("info", tmp_path / "heads", "--json"))
     if profile == "full-hf":
         assert found["model_type"] == "llama" and found["tensors"] > found["medusa_heads"]["tensors"]
@@ -393,7 +395,17 @@ def test_what_is_no_model_is_named(speaker: Path, adapter: Path, heads: Path, tm
         for command in (["generate", "--prompt", "x"], ["export", tmp_path / "no"], ["chat"]):
             name, *others = command
             assert words in refused(name, *arguments[:1], *others, *arguments[1:], input="Hi\n")
-    assert f"--adapter {both} does that" in run("generate", both, "--prompt", "Hi", "--max-new-tokens", 1).stderr
+    said = f"warning: {both}: the adapter beside the model is not applied"
+    for command in (["generate"], ["generate", "--adapter", both]):
+        result = run(*command[:1], both, *command[1:], "--prompt", "Hi", "--max-new-tokens", 1)
+        assert (said in result.stderr) == (len(command) == 1), result.output
+    train = ["--data", tmp_path / "no.txt", "--out", tmp_path / "no"]
+    merge = "commands without --adapter take a checkpoint with both, which `ligermodels lora merge MODEL ADAPTER OUT`"
+    for command in ("train", "eagle train"):
+        assert merge in refused(*command.split(), adapter, *train)
+        assert "(commands that train heads: --start-from)" in refused(*command.split(), heads, *train)
+    with pytest.warns(AdapterWarning, match="lora merge"):
+        lm.from_pretrained(both, device="meta")
     assert not (tmp_path / "no").exists()
 
 

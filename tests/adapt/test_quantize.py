@@ -347,7 +347,7 @@ def test_commands_that_decode(base: Path, tmp_path: Path) -> None:
         return str(json.loads(result.stdout)["completions"][0]["completion"])
 
     assert completion("--quantize", "int4") == wanted
-    lm.MedusaModel.from_base(lm.from_pretrained(base), 2).export(tmp_path / "heads", "vllm", base_model=str(base))
+    lm.MedusaModel.from_base(lm.from_pretrained(base), 2).export(tmp_path / "heads", "vllm")
     assert completion("--quantize", "int4", "--medusa", tmp_path / "heads") == wanted
     adapted = lm.add_lora(lm.from_pretrained(base), 4)
     torch.manual_seed(0)

@@ -331,7 +331,7 @@ def test_commands(tmp_path: Path) -> None:
     assert reports[1]["quantized_weights_bytes"] == sum(each.nbytes for each in model.state_dict().values())
     assert reports[0]["quantized_perplexity"] != reports[1]["quantized_perplexity"]
     medusa = lm.MedusaModel.from_base(lm.from_pretrained(base), 2)
-    medusa.export(tmp_path / "heads", "vllm", base_model=str(base))
+    medusa.export(tmp_path / "heads", "vllm")
     generate = ("generate", base, "--prompt", "one text, and", "--max-new-tokens", 12, "--json")
     found = [
         json.loads(invoke(*generate, *quantized, *more))["completions"][0]["completion"]

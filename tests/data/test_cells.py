@@ -56,12 +56,17 @@ def test_a_table() -> None:
 
 
 TWICE = '[{"role": "user", "content": "a", "content": "b"}]'
+IN_A_CALL = (
+    "[{'role': 'user', 'content': None, 'tool_calls': [{'function': {'name': 'f', 'content': 1, 'content': 2}}]}]"
+)
 
 
-def test_a_field_twice_in_turns() -> None:
+@pytest.mark.parametrize("cell", [TWICE, TWICE.replace('"', "'"), IN_A_CALL], ids=["json", "python", "python, nested"])
+def test_a_field_twice_in_turns(cell: str) -> None:
     with pytest.raises(InputError, match=r"""a\.csv: row 2: "messages": an object has the field 'content' twice"""):
-        list(csv_lines(table(messages=TWICE), "a.csv", delimiter=","))
-    assert value_of("prompt", '{"a": 1, "a": 2}') == '{"a": 1, "a": 2}'  # a text
+        list(csv_lines(table(messages=cell), "a.csv", delimiter=","))
+    for text in ('{"a": 1, "a": 2}', "{'a': 1, 'a': 2}"):
+        assert value_of("prompt", text) == text
 
 
 @pytest.mark.parametrize("write", [json.dumps, str])

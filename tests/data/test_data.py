@@ -77,16 +77,27 @@ def test_texts_come_in_whole_pieces(tmp_path_factory: pytest.TempPathFactory, te
 
 @pytest.mark.parametrize("piece", [32, 1 << 15])
 def test_texts_of_windows_are_as_others(tmp_path: Path, tokenizer: Tokenizer, piece: int) -> None:
-    """A byte order mark and line ends of two characters are no part of a text, as in text files that Python opens."""
-    text = "one\ntwo three\n\n\ufefffour\rfive\n" * 9
-    plain, windows = tmp_path / "plain.txt", tmp_path / "windows.txt"
-    plain.write_bytes(text.encode())
-    windows.write_bytes(text.replace("\n", "\r\n").encode("utf-8-sig"))
-    wanted, found = (
-        [token for tokens in documents.read(range(len(documents))) if tokens for token in tokens.ids]
-        for documents in (Documents(Corpus([path], piece=piece), tokenizer) for path in (plain, windows))
-    )
-    assert wanted and found == wanted
+    """A byte order mark is no part of a text, and all line ends are \\n, as in text files that Python opens."""
+    text = "one\ntwo three\n\n\ufefffour five\n" * 9
+    wanted = list[int]()
+    for name, end in (("plain", "\n"), ("windows", "\r\n"), ("old", "\r"), ("mixed", None)):
+        written = text.replace("\n\n", "\r\r\n").replace("two", "\rtwo") if end is None else text.replace("\n", end)
+        (tmp_path / name).write_bytes(written.encode("utf-8-sig"))
+        documents = Documents(Corpus([tmp_path / name], piece=piece), tokenizer)
+        content = "".join(str(documents.content(i).record()[0].completion) for i in range(len(documents)))
+        assert content == (text.replace("two", "\ntwo") if end is None else text)
+        ids = [token for tokens in documents.read(range(len(documents))) if tokens for token in tokens.ids]
+        if name in ("plain", "windows"):  # pieces end at the same lines
+            assert ids and (not wanted or ids == wanted)
+            wanted = ids
+
+
+@pytest.mark.parametrize("before", range(24, 40))
+def test_a_line_end_of_two_characters_is_in_one_piece(tmp_path: Path, tokenizer: Tokenizer, before: int) -> None:
+    (tmp_path / "text").write_bytes(b"a" * before + b"\r\n" + b"b" * 70)
+    documents = Documents(Corpus([tmp_path / "text"], piece=32), tokenizer)
+    texts = [str(documents.content(i).record()[0].completion) for i in range(len(documents))]
+    assert "".join(texts) == "a" * before + "\n" + "b" * 70 and len(texts) > 1
 
 
 @pytest.mark.parametrize("before", [0, 1, 7, 8, 9, 20])

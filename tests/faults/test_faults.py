@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from faults import Fault, faulty, moments
+from named_exports import export_named
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from zoo import LLAMA
@@ -145,7 +146,7 @@ def save_model(size: str, seed: int, files: Path, folder: Path, **options: Any) 
 
 
 def save_medusa(profile: str, seed: int, files: Path, folder: Path, **options: Any) -> None:
-    with_heads(seed, files).export(folder, profile, base_model="base", **options)
+    export_named(with_heads(seed, files), folder, profile, "base", **options)
 
 
 def save_mtp(seed: int, files: Path, folder: Path, **options: Any) -> None:

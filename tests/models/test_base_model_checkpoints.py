@@ -64,6 +64,31 @@ def test_saved_by_transformers(tmp_path: Path) -> None:
         assert all(name.startswith("base_model.model.model.layers.") for name in file.keys())  # noqa: SIM118
 
 
+@pytest.mark.parametrize("family", ["exaone", "sarvam_moe", "bailing_hybrid", "kimi_linear", "nemotron_h"])
+def test_families_whose_names_transformers_changes(family: str, tmp_path: Path) -> None:
+    """AutoModel writes published names within layers, and its modules' names for the embedding and the final norm."""
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    base = AutoModel.from_config(AutoConfig.for_model(**CONFIGS[family]), **eager).eval()
+    base.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="a base model without an LM head") as error:
+        lm.from_pretrained(tmp_path)
+    if "set tie_word_embeddings" in str(error.value):
+        fields = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**fields, "tie_word_embeddings": True}))
+    else:
+        (embedding,) = [x for name, x in base.state_dict().items() if name.startswith("embed")]
+        head = {"lm_head.weight": embedding.clone()}
+        save_file({**load_file(tmp_path / WEIGHTS), **head}, tmp_path / WEIGHTS, {"format": "pt"})
+    model = lm.from_pretrained(tmp_path)
+    ids = torch.randint(3, 100, (2, 13))
+    found = model(ids, return_last_hidden_state=True).last_hidden_state
+    assert relative_error(found, base(ids).last_hidden_state) < 1e-4
+    model.save_pretrained(tmp_path / "out")
+    assert sorted(model.require_export_spec().weight_map.sources()) == names_of(tmp_path / "out")
+    again = AutoModel.from_pretrained(tmp_path / "out", **eager).eval()
+    assert relative_error(again(ids).last_hidden_state, found) < 1e-4
+
+
 def test_a_head_that_is_not_stored(tmp_path: Path) -> None:
     """Is an error with advice that works."""
     config = AutoConfig.for_model(**{**TIED, "tie_word_embeddings": False})

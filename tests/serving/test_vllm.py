@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_process import EngineProcess, needs_vllm
+from named_exports import export_named
 
 import ligermodels as lm
 from ligermodels.integrations.vllm import ARCHITECTURE
@@ -101,7 +102,7 @@ def test_eagle3(profile: Any, options: dict[str, Any], target: Path, engines: En
     torch.manual_seed(1)
     model = lm.Eagle3Model.from_base(base, DRAFTED, **options)
     trained(model, model.head_parameters(), 9)
-    model.export(tmp_path, profile, base_model=str(target))
+    export_named(model, tmp_path, profile, str(target))
     check(engines, model, target, {"method": "eagle3", "model": str(tmp_path)}, **run)
 
 
@@ -126,7 +127,7 @@ def test_dflash(profile: Any, options: dict[str, Any], target: Path, engines: En
     first, *others = (mixer.k_norm for mixer in model.head.mixers)
     for norm in others:  # vLLM's grouped norm on the CPU takes the first layer's weight for the context of all layers
         norm.load_state_dict(first.state_dict())
-    model.export(tmp_path, profile, base_model=str(target))
+    export_named(model, tmp_path, profile, str(target))
     check(engines, model, target, {"method": "dflash", "model": str(tmp_path)})
 
 

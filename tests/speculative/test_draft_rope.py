@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from named_exports import export_named
 from zoo import CONFIGS, make_checkpoint
 
 import ligermodels as lm
@@ -64,7 +65,7 @@ def test_heads_on_cohere_2(kind: str, profile: str, options: dict[str, Any], tmp
     loss = model(ids, labels=ids).loss
     loss.backward()
     assert all(parameter.grad is not None for parameter in model.head_parameters())
-    model.export(tmp_path / "head", profile, base_model=str(tmp_path / "base"))
+    export_named(model, tmp_path / "head", profile, str(tmp_path / "base"))
     stored = json.loads((tmp_path / "head" / "config.json").read_text())
     assert stored.get("transformer_layer_config", stored)["rope_theta"] == CONFIGS["cohere2"]["rope_theta"] == 50000
     again = MODELS[kind].from_pretrained(base, tmp_path / "head")
@@ -90,7 +91,7 @@ def test_other_rotations_are_refused(
 ) -> None:
     """The layers of such heads cannot have them: servers would rotate whole halves."""
     base = lm.from_config(CONFIGS["cohere2"])
-    MODELS[kind].from_base(base, **options).export(tmp_path, profile, base_model="base")
+    export_named(MODELS[kind].from_base(base, **options), tmp_path, profile, "base")
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     config.get("transformer_layer_config", config)[field] = value

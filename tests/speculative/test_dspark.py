@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from named_exports import export_named
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from zoo import CONFIGS, MIXTURES, OF_EACH_KIND
@@ -92,7 +93,9 @@ def stirred(kind: str, base: lm.CausalLM, **options: Any) -> Any:
         types = ["sliding_attention" if window else "full_attention" for window in windows]
         own["layers"] = layer_like(base.config, "qwen3", 2)
         own["layers"] |= {"layer_types": types, "sliding_window": WINDOW, "use_sliding_window": True}
-    model = model_class.from_base(base, size, **{"num_layers": 2, "boundaries": boundaries, **own, **options})
+    own |= options
+    number = {} if "layers" in own else {"num_layers": 2}
+    model = model_class.from_base(base, size, **{"boundaries": boundaries, **number, **own})
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.head_parameters():
@@ -619,7 +622,7 @@ def test_config_json_of_all_forms(tmp_path: Path) -> None:
     dflash = stirred("dflash", base, boundaries=(0, 2, 4), num_layers=1, mask_token_id=9)
     dspark = stirred("gated", base, boundaries=(0, 2, 4), num_layers=1, num_anchors=33)
     for name, model in (("speculators", dflash), ("z-lab", dflash), ("speculators", dspark), ("deepspec", dspark)):
-        model.export(tmp_path / f"{model.kind}-{name}", name, base_model="some/target")
+        export_named(model, tmp_path / f"{model.kind}-{name}", name, "some/target")
     stored = {path.name: json.loads((path / "config.json").read_text()) for path in tmp_path.iterdir()}
     tensors = {path.name: load_file(path / "model.safetensors") for path in tmp_path.iterdir()}
 
@@ -672,12 +675,12 @@ def test_a_head_comes_back(kind: str, profile: Any, tmp_path: Path) -> None:
     base = target(SOFTCAPPED, "bfloat16")  # with scaled embeddings
     vocabulary = DraftVocabulary(EVERY_THIRD, 61) if kind == "rnn" and profile == "speculators" else None
     model = stirred(kind, base, vocabulary=vocabulary)
-    model.export(tmp_path, profile, base_model="x")
+    export_named(model, tmp_path, profile, "x")
     again = type(model).from_pretrained(base, tmp_path, num_anchors=3)
     assert again.config == model.config and again.embed is None and again.lm_head is None
     assert again.training_options.num_anchors == 3 and not any(p.requires_grad for p in base.parameters())
     assert torch.equal(again(ids_of(9)).logits, model(ids_of(9)).logits)
-    again.export(tmp_path / "again", profile, base_model="x")
+    export_named(again, tmp_path / "again", profile, "x")
     first, second = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "again"))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     meta = lm.from_config(SOFTCAPPED, dtype="bfloat16", device="meta")
@@ -690,14 +693,14 @@ def test_other_forms_of_published_heads(tmp_path: Path) -> None:
     model = stirred("dflash", base)
     gated = stirred("gated", base)
     forms = tmp_path / "forms"
-    gated.export(forms, "deepspec", base_model="x")  # SpecForge has DSpark's fields in dflash_config
+    gated.export(forms, "deepspec")  # SpecForge has DSpark's fields in dflash_config
     config = json.loads((forms / "config.json").read_text())
     config["dflash_config"] = {name: config.pop(name) for name in [*config] if "markov" in name or "confidence" in name}
     (forms / "config.json").write_text(json.dumps(config))
     assert lm.DSparkModel.from_pretrained(base, forms).config == gated.config
 
     tmp_path = tmp_path / "z-lab"
-    model.export(tmp_path, "z-lab", base_model="x")
+    model.export(tmp_path, "z-lab")
     path, config = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
     tensors = load_file(path)
     tensors["encoder.fc.weight"] = tensors.pop("fc.weight")
@@ -713,7 +716,7 @@ def test_other_forms_of_published_heads(tmp_path: Path) -> None:
     assert {id(p) for p in again.head_parameters()} == {id(p) for p in again.parameters() if p.requires_grad}
     assert not torch.equal(again(ids_of(9)).logits, model(ids_of(9)).logits)
     with pytest.raises(InputError, match="lm_head of the head's own"):
-        again.export(tmp_path / "c", "z-lab", base_model="x")
+        again.export(tmp_path / "c", "z-lab")
     again.export(tmp_path / "whole", base_model="x")
     assert torch.equal(load_file(tmp_path / "whole" / "model.safetensors")["lm_head.weight"], own["lm_head.weight"])
     again.embed = again.lm_head = None
@@ -723,7 +726,7 @@ def test_other_forms_of_published_heads(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     base = target(dtype="float32")
     stirred("vanilla", base).export(tmp_path / "speculators", base_model="x")
-    stirred("dflash", base).export(tmp_path / "z-lab", "z-lab", base_model="x")
+    stirred("dflash", base).export(tmp_path / "z-lab", "z-lab")
     files = {}
     for form in ("speculators", "z-lab"):
         folder = tmp_path / form
@@ -844,7 +847,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     model = stirred("vanilla", base, vocabulary=DraftVocabulary(EVERY_THIRD, 61))
     for profile, message in (("deepspec", "no reduced draft vocabulary"), ("z-lab", "one of speculators, deepspec")):
         with pytest.raises(InputError, match=message):
-            model.export(tmp_path / "c", profile, base_model="x")
+            model.export(tmp_path / "c", profile)
     with pytest.raises(InputError, match="give its folder or hub id"):
         model.export(tmp_path / "c")
     assert not (tmp_path / "c").exists()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from named_exports import export_named
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from zoo import CONFIGS, MIXTURES, OF_EACH_KIND
@@ -400,7 +401,7 @@ def test_config_json_of_both_forms(tmp_path: Path) -> None:
     vocabulary = DraftVocabulary(torch.tensor([2, 3, 60]), 61)
     model = stirred(target(dtype="float32"), 3, boundaries=(0, 2, 4), vocabulary=vocabulary, norm_output=True)
     model.export(tmp_path / "a", base_model="some/target")
-    model.export(tmp_path / "b", "specforge", base_model="some/target")
+    model.export(tmp_path / "b", "specforge")
     a, b = (json.loads((tmp_path / name / "config.json").read_text()) for name in "ab")
     assert a["architectures"] == ["Eagle3Speculator"] and a["speculators_model_type"] == "eagle3"
     assert a["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4] == b["eagle_aux_hidden_state_layer_ids"]
@@ -430,11 +431,11 @@ def test_a_head_comes_back(profile: Any, lm_head: Any, reduced: bool, tmp_path: 
     base = target(SOFTCAPPED, "bfloat16")  # with scaled embeddings
     vocabulary = DraftVocabulary(EVERY_THIRD, 61) if reduced else None
     model = stirred(base, vocabulary=vocabulary, lm_head=lm_head, fc_norm=True)
-    model.export(tmp_path, profile, base_model="x")
+    export_named(model, tmp_path, profile, "x")
     again = lm.Eagle3Model.from_pretrained(base, tmp_path, num_steps=3)
     assert again.config == model.config and again.embed is None
     assert torch.equal(again(ids_of(9)).logits, model(ids_of(9)).logits)
-    again.export(tmp_path / "again", profile, base_model="x")
+    export_named(again, tmp_path / "again", profile, "x")
     first, second = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "again"))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
@@ -478,7 +479,7 @@ def test_other_forms_of_published_heads(tmp_path: Path) -> None:
     and no lm_head."""
     base = target(dtype="float32")
     model = stirred(base, fc_norm=True, boundaries=(1, 2, 3), lm_head="shared")
-    model.export(tmp_path, "specforge", base_model="x")
+    model.export(tmp_path, "specforge")
     path, config = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
     tensors = {name: x for name, x in load_file(path).items() if name not in ("lm_head.weight", "d2t", "t2d")}
     tensors = {name.replace("fc_norm.0", "aux_norm_low").replace("fc_norm.1", "aux_norm_mid")
@@ -550,13 +551,13 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=message):
             lm.Eagle3Model.from_base(base, **options)
     with pytest.raises(InputError, match="profile: must be one of speculators, specforge, deepspec"):
-        model.export(tmp_path / "c", "vllm", base_model="x")
+        model.export(tmp_path / "c", "vllm")
     with pytest.raises(InputError, match="give its folder or hub id"):
         model.export(tmp_path / "c")
     for flag, layer_kind in (("norm_before_residual", "llama"), ("norm_before_fc", "llama"), ("norm_output", "qwen3")):
         other = lm.Eagle3Model.from_base(base, layer=layer_kind, **{flag: True})
         with pytest.raises(InputError, match="SGLang does not implement"):
-            other.export(tmp_path / "c", "specforge", base_model="x")
+            other.export(tmp_path / "c", "specforge")
     assert not (tmp_path / "c").exists()
 
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from named_exports import export_named
 from zoo import CONFIGS
 
 import ligermodels as lm
 from ligermodels.errors import ConfigError, InputError
+from ligermodels.speculative.draft_layer import layer_like
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
 from ligermodels.speculative.load import load_multi_head
@@ -213,7 +215,7 @@ def test_a_shared_lm_head_is_shared_after_a_round_trip(
     counts = torch.arange(LLAMA["vocab_size"])
     options: dict[str, Any] = {"num_steps": 2, "vocabulary": DraftVocabulary.of_counts(counts, size)}
     eagle = lm.Eagle3Model.from_base(base, lm_head="shared", **options)
-    eagle.export(tmp_path, profile=profile, base_model="base")
+    export_named(eagle, tmp_path, profile, "base")
     loaded = lm.Eagle3Model.from_pretrained(base, tmp_path, num_steps=2)
     pairs = zip(eagle.head_parameters(), loaded.head_parameters(), strict=True)
     assert loaded.lm_head is None and all(torch.equal(ours, theirs) for ours, theirs in pairs)
@@ -221,7 +223,7 @@ def test_a_shared_lm_head_is_shared_after_a_round_trip(
     own = lm.Eagle3Model.from_base(base, **options)
     assert own.lm_head is not None
     own.lm_head.weight.data.add_(0.1)
-    own.export(tmp_path, profile=profile, base_model="base", overwrite=True)
+    export_named(own, tmp_path, profile, "base", overwrite=True)
     loaded = lm.Eagle3Model.from_pretrained(base, tmp_path, num_steps=2)
     assert loaded.lm_head is not None and torch.equal(loaded.lm_head.weight, own.lm_head.weight)
 
@@ -233,3 +235,55 @@ def test_a_file_without_a_vocabulary_size_is_an_error(base: lm.CausalLM, tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="draft_vocab_size: must be a whole number of at least 1, got 0"):
         lm.Eagle3Model.from_pretrained(base, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "names"),
+    [
+        ("DSparkModel", {"markov_rank": 0, "markov_head_type": "gated"}, ("markov_head_type", "markov_rank is 0")),
+        (
+            "DSparkModel",
+            {"confidence": False, "confidence_with_markov": False},
+            ("confidence_with_markov", "confidence"),
+        ),
+        ("DSparkModel", {"confidence": False, "confidence_weight": 2.0}, ("confidence_weight", "confidence")),
+        ("DFlashModel", {"confidence_weight": 2.0}, ("confidence_weight", "confidence")),
+        ("DFlashModel", {"divergence": "jsd"}, ("divergence", "divergence_weight")),
+        ("DFlashModel", {"gamma": 3.0, "dpace_alpha": 0.5}, ("gamma", "dpace_alpha")),
+        ("DFlashModel", {"num_layers": 1, "layers": layer_like}, ("num_layers", "layers")),
+        ("DSparkModel", {"num_layers": 1, "layers": layer_like}, ("num_layers", "layers")),
+    ],
+)
+def test_arguments_without_effect(
+    base: lm.CausalLM, kind: str, options: dict[str, Any], names: tuple[str, str], tmp_path: Path
+) -> None:
+    """An error names the argument, and why it has no effect; the model is not frozen. Defaults are none."""
+    base.requires_grad_()
+    given = {name: value(base.config, "qwen3") if callable(value) else value for name, value in options.items()}
+    with pytest.raises(InputError, match=rf"^{names[0]}: .*{names[1]}"):
+        getattr(lm, kind).from_base(base, 4, **given)
+    assert all(parameter.requires_grad for parameter in base.parameters())
+    if "divergence" in options or "gamma" in options:
+        getattr(lm, kind).from_base(base, 4, num_layers=1).save_pretrained(tmp_path)
+        with pytest.raises(InputError, match=rf"^{names[0]}: .*{names[1]}"):
+            getattr(lm, kind).from_pretrained(base, tmp_path, **given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "profile", "options"),
+    [
+        ("MedusaModel", "vllm", {"base_model": "x"}),
+        ("MedusaModel", "full-hf", {"base_model": "x"}),
+        ("MedusaModel", "tgi", {"max_shard_size": "1GB"}),
+        ("Eagle3Model", "specforge", {"base_model": "x"}),
+        ("DFlashModel", "z-lab", {"base_model": "x"}),
+        ("DSparkModel", "deepspec", {"base_model": "x"}),
+    ],
+)
+def test_arguments_without_a_place_in_the_file(
+    base: lm.CausalLM, kind: str, profile: str, options: dict[str, str], tmp_path: Path
+) -> None:
+    model = getattr(lm, kind).from_base(base, 2)
+    with pytest.raises(InputError, match=f"^{next(iter(options))}: .*profile '{profile}'"):
+        model.export(tmp_path, profile, **options)
+    assert not list(tmp_path.iterdir())

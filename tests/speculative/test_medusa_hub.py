@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import test_hub
 from hub_server import Hub, serving
+from named_exports import export_named
 from zoo import CONFIGS, make_checkpoint
 
 import ligermodels as lm
@@ -33,7 +34,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_checkpoint(folder / "base", CONFIGS["llama-3.1"])
     medusa = lm.MedusaModel.from_base(lm.from_pretrained(folder / "base"), 2)
     for profile in ("vllm", "fasterdecoding", "full-hf"):
-        medusa.export(folder / profile, profile, base_model="some/base", max_shard_size="60KB")
+        export_named(medusa, folder / profile, profile, "some/base", max_shard_size="60KB")
     return folder
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from named_exports import export_named
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from zoo import BASE, CONFIGS, make_checkpoint
@@ -145,7 +146,7 @@ def test_exports_load_by_the_loaders_rules_and_come_back_exactly(
 ) -> None:
     model = heads(base, lm_head, num_heads, num_layers)
     folder = tmp_path / "deep" / "heads"
-    model.export(folder, profile, base_model=NAME, max_shard_size="50KB")
+    export_named(model, folder, profile, NAME, max_shard_size="50KB")
     blocks, lm_heads = LOADERS[profile](folder, base.head.weight)
     assert (len(blocks), len(blocks[0])) == (num_heads, num_layers)
     for head, block, projection in zip(model.heads, blocks, lm_heads, strict=True):
@@ -163,7 +164,7 @@ def test_exports_load_by_the_loaders_rules_and_come_back_exactly(
     apart = lm.MedusaModel.from_pretrained(base, folder, own_lm_heads=True)
     assert apart.lm_head == "own" and torch.equal(apart(ids).logits, model(ids).logits)
     assert len({id(head.lm_head.weight) for head in apart.heads} | {id(base.head.weight)}) == num_heads + 1
-    again.export(tmp_path / "again", profile, base_model=NAME, max_shard_size="50KB")
+    export_named(again, tmp_path / "again", profile, NAME, max_shard_size="50KB")
     for path in folder.iterdir():
         if path.suffix != ".pt":  # A zip, with the name of its folder in it.
             assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
@@ -209,7 +210,7 @@ def test_a_whole_checkpoint_opens_everywhere(base: lm.CausalLM, tmp_path: Path) 
 def test_numbers_come_from_the_tensors(base: lm.CausalLM, profile: str, num_layers: int, tmp_path: Path) -> None:
     """Configs in the wild say 2 heads where the file holds 5; or have no numbers, or are not there."""
     model = heads(base, "shared", 5, num_layers)
-    model.export(tmp_path / "heads", profile, base_model=NAME)
+    export_named(model, tmp_path / "heads", profile, NAME)
     path = tmp_path / "heads" / "config.json"
     config = json.loads(path.read_text())
     filled = {key: value.value for key, value in PROFILES[profile].config.items() if isinstance(value, Fill)}
@@ -251,7 +252,7 @@ def test_what_is_not_quite_the_bases_lm_head_is_each_heads_own(tmp_path: Path, m
 def test_names_with_a_superfluous_prefix(base: lm.CausalLM, profile: str, tmp_path: Path) -> None:
     """As vLLM, which takes `medusa_heads.` out of the names: some conversions for it leave it in."""
     model = heads(base, "shared")
-    model.export(tmp_path / "heads", profile, base_model=NAME)
+    export_named(model, tmp_path / "heads", profile, NAME)
     path = tmp_path / "heads" / PROFILES[profile].file
     stored = torch.load(path, weights_only=True) if path.suffix == ".pt" else load_file(path)
     stored = {f"medusa_heads.{name}": tensor.contiguous() for name, tensor in stored.items()}
@@ -351,8 +352,8 @@ def test_overwriting_leaves_one_format(base: lm.CausalLM, tmp_path: Path) -> Non
     (tmp_path / "notes.txt").write_text("mine")
     for profile in [*PROFILES, "tgi"]:
         with pytest.raises(CheckpointError, match="not empty"):
-            model.export(tmp_path, profile, base_model=NAME)
-        model.export(tmp_path, profile, base_model=NAME, overwrite=True)
+            export_named(model, tmp_path, profile, NAME)
+        export_named(model, tmp_path, profile, NAME, overwrite=True)
         found = {path.name for path in tmp_path.iterdir()} - {"generation_config.json"}
         assert found == {"notes.txt", "config.json", PROFILES[profile].file}
         with open_heads(tmp_path) as opened:
@@ -442,7 +443,7 @@ WRONG_TENSORS: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
 def test_heads_that_do_not_fit_are_refused(base: lm.CausalLM, case: str, tmp_path: Path) -> None:
     profile, change, message = WRONG_TENSORS[case]
     lm_head = "own" if PROFILES[profile].lm_heads == "each" else "shared"
-    heads(base, lm_head).export(tmp_path / "heads", profile, base_model=NAME)
+    export_named(heads(base, lm_head), tmp_path / "heads", profile, NAME)
     path = tmp_path / "heads" / PROFILES[profile].file
     save_file(change(load_file(path)), path)
     with pytest.raises(CheckpointError, match=message):

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind, sizes in OPTIONS.items():
         model = getattr(lm, HEADS[kind][1]).from_base(base, **sizes)
         (model.save_head if kind == "mtp" else model.export)(
-            path / kind, **({} if kind == "mtp" else {"base_model": "b"})
+            path / kind, **({} if kind in ("medusa", "mtp") else {"base_model": "b"})
         )
     return path
 

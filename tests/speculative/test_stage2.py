@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from named_exports import export_named
 from runs import recipe_for
 from torch import nn
 from typer.testing import CliRunner
@@ -400,7 +401,7 @@ def test_from_stage_1_to_a_whole_checkpoint(base: Path, data: Path, tmp_path: Pa
     medusa = lm.MedusaModel.from_pretrained(model, tmp_path / "out")
     assert medusa.shape.num_heads == 3 and medusa.lm_head == lm_head
     for profile in ("vllm-shared", "tgi-v2"):
-        medusa.export(tmp_path / profile, profile, base_model="owner/base")
+        export_named(medusa, tmp_path / profile, profile, "owner/base")
     before = lm.from_pretrained(base)
     assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
     chats = [line for line in data.read_text().splitlines() if line != "{}"]

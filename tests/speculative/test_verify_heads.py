@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from named_exports import export_named
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
@@ -46,7 +47,7 @@ def stirred(model: Any) -> Any:
 
 
 def eagle(folder: Path, profile: str = "speculators", **options: Any) -> Path:
-    stirred(lm.Eagle3Model.from_base(base(), 3, **options)).export(folder, profile, base_model="x")
+    export_named(stirred(lm.Eagle3Model.from_base(base(), 3, **options)), folder, profile, "x")
     return folder
 
 
@@ -73,8 +74,9 @@ BLOCKS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def blocks(folder: Path, kind: str, profile: str, **options: Any) -> Path:
     model_class, own = BLOCKS[kind]
-    options = {"num_layers": 2, "boundaries": (0, 3, 8), **own, **options}
-    stirred(model_class.from_base(base(), 4, **options)).export(folder, profile, base_model="x")
+    number = {} if "layers" in options else {"num_layers": 2}
+    options = {"boundaries": (0, 3, 8), **number, **own, **options}
+    export_named(stirred(model_class.from_base(base(), 4, **options)), folder, profile, "x")
     return folder
 
 

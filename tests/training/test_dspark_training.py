@@ -16,6 +16,7 @@ from ligermodels.arguments import Divergence
 from ligermodels.cli import app
 from ligermodels.data.batches import Batch
 from ligermodels.errors import ConfigError
+from ligermodels.speculative import block_draft
 from ligermodels.speculative.evaluation import evaluate_heads
 from ligermodels.speculative.load import load_multi_head
 from ligermodels.training import (
@@ -154,6 +155,7 @@ def test_a_run_with_such_a_setting_of_an_earlier_release_resumes(
     more = ["--max-bad-lines", 1, "--checkpoint-every", 1, "--no-confidence", "--confidence-weight", 2.0]
     with monkeypatch.context() as earlier:
         earlier.setattr(DSparkRecipe, "conditions", ())
+        earlier.setattr(block_draft, "CONFIDENCE", ())
         command(*run, base, "--data", data, *sizes, *more, "--steps", 1)
     recipe = tmp_path / "run" / "recipe.yaml"
     assert "confidence_weight: 2.0" in recipe.read_text()

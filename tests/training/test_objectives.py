@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ligermodels.training import step as training_step
 from ligermodels.training.cuda_graph import GraphStep, refusal
 from ligermodels.training.example_padding import ExamplePadding
 from ligermodels.training.folder import REFERENCE
-from ligermodels.training.objectives import objective_of
+from ligermodels.training.objectives import check_objective, objective_of
 from ligermodels.training.step import EagerStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -278,6 +279,24 @@ def test_a_loss_that_cannot_be_used_is_an_error(
     recipe = recipe_for(base, pairs, objective="orpo", loss=loss.format(own=own), validation_fraction=0)
     with pytest.raises((ConfigError, InputError), match=message):
         fine_tune(recipe, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"objective": "dpo", "beta": 0.3}, ""),
+        ({"objective": "dpo", "label_smoothing": 0.3}, "^label_smoothing: has no effect with the loss .*:margin"),
+        ({"objective": "cpo", "loss_type": "hinge"}, "^loss_type: has no effect with the loss .*:margin"),
+        ({"objective": "kto", "loss_type": "apo_zero_unpaired"}, ""),  # the records that are read depend on it
+        ({"objective": "orpo"}, ""),
+    ],
+)
+def test_settings_that_a_loss_of_a_user_does_not_take(
+    settings: dict[str, Any], message: str, own: str, base: Path, pairs: Path
+) -> None:
+    recipe = recipe_for(base, pairs, loss=f"{own}:margin", **settings)
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        check_objective(recipe)
 
 
 @pytest.mark.parametrize(

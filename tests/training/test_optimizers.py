@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from runs import losses, recipe_for
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -118,6 +119,48 @@ def test_numbers_of_steps_may_be_plain_numbers(name: OptimizerName, number: type
     again.load_state_dict(state_dict)
     assert train(model, again, range(2, 5)) == wanted
     assert all(isinstance(state["step"], torch.Tensor) for state in again.state_dict()["state"].values())
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_compiled_step(name: OptimizerName) -> None:
+    """Alone and within a function it is the step, without a graph for each parameter."""
+    plain, compiled, whole = model_of(), model_of(), model_of()
+    train(plain, optimizer_of(name, plain), range(2))
+    torch._dynamo.reset()
+    counts = torch._dynamo.testing.CompileCounter()
+    optimizer = optimizer_of(name, compiled)
+    optimizer.step = torch.compile(optimizer.step, backend=counts)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer_of(name, compiled), factor=1)
+    train(compiled, optimizer, range(2))
+    assert counts.frame_count == 0 and schedule.get_last_lr()
+    within = optimizer_of(name, whole)
+    step = torch.compile(lambda: within.step(), backend=counts)
+    for i in range(2):
+        whole(ids(i), labels=ids(i)).loss.backward()
+        step()
+        within.zero_grad()
+    assert counts.op_count == 0
+    for other in (compiled, whole):
+        assert all(torch.equal(x, y) for x, y in zip(plain.parameters(), other.parameters(), strict=True))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="its kernels are compiled"):
+        torch.compile(within.step, fullgraph=True)()
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_hooks_change_the_state_that_is_loaded(name: OptimizerName) -> None:
+    """A state dict that is only valid after the hook; 8-bit codes are the hook's."""
+    model, other = model_of(), model_of()
+    optimizer, again = optimizer_of(name, model), optimizer_of(name, other)
+    train(model, optimizer, range(1))
+    first = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, range(1, 2))
+    again.register_load_state_dict_pre_hook(lambda _, packed: packed["inner"])
+    again.load_state_dict({"inner": first, "state": optimizer.state_dict()["state"]})
+    for index, state in again.state_dict()["state"].items():
+        assert all(torch.equal(value, first["state"][index][key]) for key, value in state.items())
+    with pytest.raises(InputError, match="state_dict: must be a state_dict"):
+        again.load_state_dict({"inner": {"state": {}}})
+    again.load_state_dict({"inner": first})
 
 
 def test_momentum_with_the_codes_of_an_earlier_version_is_refused() -> None:
