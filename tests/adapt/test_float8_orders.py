@@ -223,17 +223,6 @@ def test_classes_of_a_users_own() -> None:
     assert all(agreement(found[key], wanted[key])[0] > 0.98 for key in wanted)
 
 
-def test_compiled_blocks() -> None:
-    """As `ParallelPlan(compile="blocks")` does it: with breaks of the graph."""
-    model = lm.float8(build({**LLAMA, "num_hidden_layers": 1}))
-    wanted = gradients(model)
-    model.zero_grad()
-    for block in model.decoder.blocks:
-        block.compile(backend="aot_eager")
-    for key, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient, wanted[key], rtol=1e-4, atol=1e-6)
-
-
 def test_compiled_blocks_under_activation_checkpointing() -> None:
     """In the first step, in which frozen weights are cast within what is compiled, and in the next one."""
 
@@ -251,16 +240,16 @@ def test_compiled_blocks_under_activation_checkpointing() -> None:
             torch.testing.assert_close(gradient, wanted[key], rtol=1e-4, atol=1e-6)
 
 
-def test_compiled_with_frozen_layers_between_trained_ones() -> None:
-    """Gradients go through layers without a trained weight to earlier blocks; the graph casts frozen weights."""
-    model = lm.float8(with_lora(build({**LLAMA, "num_hidden_layers": 2}), target_modules=["q_proj", "v_proj"]))
+def test_compiled_blocks_with_frozen_layers_between_trained_ones() -> None:
+    """As `ParallelPlan(compile="blocks")` compiles them, with breaks of the graph: gradients go through layers without
+    a trained weight to earlier ones; the graph casts frozen weights."""
+    model = lm.float8(with_lora(build({**LLAMA, "num_hidden_layers": 1}), target_modules=["q_proj", "v_proj"]))
     wanted = gradients(model)
-    model.zero_grad()
-    torch.compile(model, backend="aot_eager")(tokens(), labels=tokens()).loss.backward()
-    for name, parameter in model.named_parameters():
-        assert (parameter.grad is None) == (name not in wanted)
-        if parameter.grad is not None:
-            assert agreement(parameter.grad, wanted[name])[0] > 0.9999, name
+    for block in model.decoder.blocks:
+        block.compile(backend="aot_eager")
+    found = gradients(model)
+    assert found.keys() == wanted.keys() != set()
+    assert all(agreement(found[name], wanted[name])[0] > 0.9999 for name in wanted)
 
 
 def test_the_first_step_under_activation_checkpointing() -> None:

@@ -396,7 +396,7 @@ def test_float64_goes_to_the_reference(kernels_device: torch.device) -> None:
 
 CHILD = """
 import os, sys
-import torch  # once, for both; it has not imported Triton yet
+import torch.distributed.fsdp, torch.fx.experimental.symbolic_shapes  # once, for both; they do not import Triton
 assert "triton" not in sys.modules
 if not os.fork():
     sys.modules["triton"] = None
