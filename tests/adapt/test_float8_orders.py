@@ -92,7 +92,7 @@ SAME: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
         lambda _: lm.float8(build()),
     ),
     "the first block, then others": (
-        lambda _: lm.float8(lm.float8(build(), exclude_last=2), exclude_first=1),
+        lambda _: lm.float8(lm.float8(build(), exclude_last=1), exclude_first=1),
         lambda _: lm.float8(build()),
     ),
     "deepcopy": (lambda _: copy.deepcopy(lm.float8(build())), lambda _: lm.float8(build())),
@@ -290,7 +290,7 @@ def test_peft_after_float8() -> None:
         layer.register_forward_pre_hook(lambda _, inputs: seen.append(type(inputs[0])))
     assert in_place_of(model)
     found = gradients(model)
-    assert len(found) == 4 * 3 and all(torch.isfinite(gradient).all() for gradient in found.values())
+    assert len(found) == 4 * 2 and all(torch.isfinite(gradient).all() for gradient in found.values())
     assert seen == [Tensor, Float8Tensor]
     assert abs(model(tokens(), labels=tokens()).loss - wanted) < 0.01
 

@@ -11,7 +11,7 @@ from ligermodels.layers.float8 import Float8
 from ligermodels.training import FusedAdamW
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
-LLAMA = {**BASE, **SIZES, "model_type": "llama", "num_hidden_layers": 3}
+LLAMA = {**BASE, **SIZES, "model_type": "llama", "num_hidden_layers": 2}
 MODELS = {
     "llama": LLAMA,
     "qwen2, with biases": {**LLAMA, "model_type": "qwen2"},
