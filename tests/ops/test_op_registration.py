@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -70,12 +71,12 @@ CASES = {
     ),
     "gated_delta_rule": Case(
         lambda q, k, v, g, beta: ops.gated_delta_rule(q, k, v, -g * g, beta, final_state=False)[0],
-        ((2, 5, 1, 4), (2, 5, 1, 4), (2, 5, 2, 3), (2, 5, 2), (2, 5, 2)),
+        ((1, 5, 1, 4), (1, 5, 1, 4), (1, 5, 2, 3), (1, 5, 2), (1, 5, 2)),
         ("gated_delta_chunks_forward", "gated_delta_chunks_backward"),
     ),
     "gated_delta_rule by channel": Case(
         lambda q, k, v, g, beta: ops.gated_delta_rule(q, k, v, -g * g, beta, final_state=False)[0],
-        ((2, 5, 1, 4), (2, 5, 1, 4), (2, 5, 2, 3), (2, 5, 2, 4), (2, 5, 2)),
+        ((1, 5, 1, 4), (1, 5, 1, 4), (1, 5, 2, 3), (1, 5, 2, 4), (1, 5, 2)),
         ("channel_delta_forward", "channel_delta_backward"),
     ),
     "delta_gates": Case(
@@ -90,7 +91,7 @@ CASES = {
     ),
     "ssd": Case(
         lambda x, dt, a, b, c, d: ops.ssd(x, dt * dt, -a * a, b, c, d, final_state=False)[0],
-        ((2, 5, 2, 3), (2, 5, 2), (2,), (2, 5, 1, 4), (2, 5, 1, 4), (2,)),
+        ((1, 5, 2, 3), (1, 5, 2), (2,), (1, 5, 1, 4), (1, 5, 1, 4), (2,)),
         ("ssd_chunks_forward", "ssd_chunks_backward"),
     ),
     "ssd of a wide state": Case(
@@ -277,15 +278,16 @@ def assert_same(one: torch.Tensor, two: torch.Tensor) -> None:
 
 
 def graphs() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names of cases and frozen operands: of the cases with certain opaque ops the first with none, the others (or the
-    first again) with every second one, from the first or the second. The tests of each op freeze every subset, without
-    a compiled graph."""
+    """Names of cases and frozen operands: of the cases with certain opaque ops the first with none, the others with
+    every second one, from the first or the second; so is the first again where there are no others and the op is a
+    loss, which computes gradients otherwise if it is compiled. The tests of each op freeze every subset, without a
+    compiled graph."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, case in CASES.items():
         names.setdefault(case.nodes, []).append(name)
     for number, (first, *others) in enumerate(names.values()):
         yield first, ()
-        for name in others or [first]:
+        for name in others or [first] * ("loss_weights" in CASES[first].nodes):
             operands = range(len(CASES[name].shapes))
             yield name, tuple(operands[number % 2 :: 2]) if len(operands) > 1 else ()
 
@@ -313,8 +315,16 @@ def test_compiled_graphs_hold_the_opaque_ops(name: str, frozen: tuple[int, ...],
         assert nodes == expected
 
 
-@pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy", "linear_log_probs", "rms_norm"])
-@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.kernels)])
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        *product(["reference"], ["cross_entropy", "linear_log_probs"]),
+        *(
+            pytest.param("triton", name, marks=pytest.mark.kernels)
+            for name in ("cross_entropy", "linear_cross_entropy", "linear_log_probs", "rms_norm")
+        ),
+    ],
+)
 def test_compiled_with_varying_sizes(name: str, backend: str) -> None:
     """One graph for all sizes: no recompilation after the first change."""
     device = torch.device("cuda" if backend == "triton" and not dispatch.INTERPRETED else "cpu")
