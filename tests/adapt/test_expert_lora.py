@@ -425,8 +425,8 @@ def test_activation_checkpointing_and_frozen_weights() -> None:
 
 
 def test_compiled_and_under_autocast() -> None:
-    fewer_layers = {"num_hidden_layers": 2, "mlp_only_layers": []}  # a dense one and a mixture
-    model, plain = build(fields=fewer_layers), build(fields=fewer_layers)
+    one_mixture = {"num_hidden_layers": 1, "mlp_only_layers": [], "decoder_sparse_step": 1}
+    model, plain = build(fields=one_mixture), build(fields=one_mixture)
     compiled = torch.compile(model, backend="aot_eager")
     for each, module in ((model, compiled), (plain, plain)):
         module(tokens(), labels=tokens()).loss.backward()
