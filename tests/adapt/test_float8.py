@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from float8_models import LLAMA, MODELS, agreement, build, gradients, in_place_of, losses_of_training, tokens
+from float8_models import MODELS, TWO_LAYERS, agreement, build, gradients, in_place_of, losses_of_training, tokens
 from runs import losses
 from runs import recipe_for as medusa_recipe
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ def test_gradients_beside_float32(name: str, gradient_dtype: torch.dtype) -> Non
 
 def test_autocast() -> None:
     """float32 parameters, products of float8 whose results are bfloat16."""
-    model = lm.float8(build({**LLAMA, "model_type": "qwen2"}))
+    model = lm.float8(build({**TWO_LAYERS, "model_type": "qwen2"}))
     wanted = gradients(model)
     seen: list[torch.dtype] = []
     model.decoder.blocks[1].mlp.gate_up.register_forward_hook(lambda *args: seen.append(args[2].dtype))
@@ -257,7 +257,7 @@ def test_evaluation_and_generation_are_those_of_the_weights() -> None:
 
 def test_compiled() -> None:
     """With a break of the graph at each layer: gradients that are float8 meet code that was compiled for plain ones."""
-    model = lm.float8(build({**LLAMA, "num_hidden_layers": 1}))
+    model = lm.float8(build({**TWO_LAYERS, "num_hidden_layers": 1}))
     model(tokens(), labels=tokens()).loss.backward()
     wanted = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
@@ -295,7 +295,7 @@ def test_training_of_lora_stays_near_that_without_float8() -> None:
 
 
 def test_exclusion() -> None:
-    blocks, deep = 3, {**LLAMA, "num_hidden_layers": 3}
+    blocks, deep = 3, {**TWO_LAYERS, "num_hidden_layers": 3}
     whole = "decoder.blocks.{}.{}"
     found = in_place_of(lm.float8(build(deep), exclude_first=1, exclude_last=1, exclude=["mlp.down"]))
     assert found == [whole.format(i, n) for i in range(1, blocks - 1) for n in ("mixer.qkv", "mixer.o", "mlp.gate_up")]
@@ -335,7 +335,7 @@ def test_frozen_weights_are_cast_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_lora(dropout: float) -> None:
     def make() -> lm.CausalLM:
-        model = lm.add_lora(build({**LLAMA, "model_type": "qwen2"}), r=4, lora_dropout=dropout)
+        model = lm.add_lora(build({**TWO_LAYERS, "model_type": "qwen2"}), r=4, lora_dropout=dropout)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from float8_models import (
     FAMILIES,
-    LLAMA,
     MODELS,
     SIZES,
+    TWO_LAYERS,
     agreement,
     build,
     family,
@@ -137,7 +137,7 @@ def test_what_stays_is_said() -> None:
             assert not isinstance(x, Float8Tensor)
             return self.down(self.up(x).relu())
 
-    model = build(LLAMA)
+    model = build(TWO_LAYERS)
     for block in model.decoder.blocks:
         block.mlp = Own()
     with pytest.warns(Float8Warning, match=r"mlp.up.weight \(Linear\), mlp.down.weight \(Linear\)"):
