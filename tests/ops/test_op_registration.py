@@ -286,7 +286,8 @@ def graphs() -> Iterator[tuple[str, tuple[int, ...]]]:
         names.setdefault(case.nodes, []).append(name)
     for number, (first, *others) in enumerate(names.values()):
         yield first, ()
-        for name in others or [first] * ("loss_weights" in CASES[first].nodes):
+        is_loss = not {"loss_weights", "linear_distillation"}.isdisjoint(CASES[first].nodes)
+        for name in others or [first] * is_loss:
             operands = range(len(CASES[name].shapes))
             yield name, tuple(operands[number % 2 :: 2]) if len(operands) > 1 else ()
 
