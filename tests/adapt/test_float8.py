@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from float8_models import LLAMA, MODELS, agreement, build, gradients, in_place_of, losses_of_training, tokens
+from float8_models import MODELS, TWO_LAYERS, agreement, build, gradients, in_place_of, losses_of_training, tokens
 from runs import losses
 from runs import recipe_for as medusa_recipe
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ def test_gradients_beside_float32(name: str, gradient_dtype: torch.dtype) -> Non
 
 def test_autocast() -> None:
     """float32 parameters, products of float8 whose results are bfloat16."""
-    model = lm.float8(build({**LLAMA, "model_type": "qwen2"}))
+    model = lm.float8(build({**TWO_LAYERS, "model_type": "qwen2"}))
     wanted = gradients(model)
     seen: list[torch.dtype] = []
     model.decoder.blocks[1].mlp.gate_up.register_forward_hook(lambda *args: seen.append(args[2].dtype))
@@ -125,7 +125,7 @@ def test_products_of_lora_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = lora.low_rank_sum
     monkeypatch.setattr(lora, "low_rank_sum", lambda *args, **options: calls.update("n") or plain(*args, **options))
     found = counts_by_mode(lm.float8(lm.add_lora(build(), r=4)), calls)
-    assert found == {"none": {"n": 23}, "selective": {"n": 23 + 3}, "full": {"n": 23 + 12}}
+    assert found == {"none": {"n": 15}, "selective": {"n": 15 + 2}, "full": {"n": 15 + 8}}
 
 
 def test_what_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +240,7 @@ def test_what_meets_frozen_weights_is_float8_by_row(kind: str, monkeypatch: pyte
     assert kind != "lora" or (isinstance(gradients[1], Float8Tensor) and gradients[1].scale.shape == (38,))
     assert all(x.tail == (128 if kind == "lora" else 0) for x in (*gradients, *(seen[name] for name in by_row)))
     assert all(unless is not None and unless.item() == 1 for unless in passes)
-    assert len(passes) == {"lora": 12 + 11, "lora, with dropout": 12, "medusa": 0}[kind]
+    assert len(passes) == {"lora": 8 + 7, "lora, with dropout": 8, "medusa": 0}[kind]
 
 
 def test_evaluation_and_generation_are_those_of_the_weights() -> None:
@@ -257,7 +257,7 @@ def test_evaluation_and_generation_are_those_of_the_weights() -> None:
 
 def test_compiled() -> None:
     """With a break of the graph at each layer: gradients that are float8 meet code that was compiled for plain ones."""
-    model = lm.float8(build({**LLAMA, "num_hidden_layers": 1}))
+    model = lm.float8(build({**TWO_LAYERS, "num_hidden_layers": 1}))
     model(tokens(), labels=tokens()).loss.backward()
     wanted = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
@@ -290,16 +290,16 @@ def test_training_stays_near_that_in_other_dtypes(dtype: torch.dtype) -> None:
 def test_training_of_lora_stays_near_that_without_float8() -> None:
     """Its matrices multiply inputs and gradients that are rounded to float8."""
     plain, found = (losses_of_training(lm.add_lora(make(), r=8)) for make in (build, lambda: lm.float8(build())))
-    assert plain[-1] < 0.8 * plain[0] and plain != found
+    assert plain[-1] < 0.85 * plain[0] and plain != found
     assert all(abs(a - b) < 0.03 for a, b in zip(plain, found, strict=True))
 
 
 def test_exclusion() -> None:
-    blocks = len(build().decoder.blocks)
+    blocks, deep = 3, {**TWO_LAYERS, "num_hidden_layers": 3}
     whole = "decoder.blocks.{}.{}"
-    found = in_place_of(lm.float8(build(), exclude_first=1, exclude_last=1, exclude=["mlp.down"]))
+    found = in_place_of(lm.float8(build(deep), exclude_first=1, exclude_last=1, exclude=["mlp.down"]))
     assert found == [whole.format(i, n) for i in range(1, blocks - 1) for n in ("mixer.qkv", "mixer.o", "mlp.gate_up")]
-    model = lm.float8(build(), exclude=["*.1.mixer", "mixer.o", "mlp.gate_up"])
+    model = lm.float8(build(deep), exclude=["*.1.mixer", "mixer.o", "mlp.gate_up"])
     assert in_place_of(model) == [
         whole.format(i, n) for i in range(blocks) for n in ("mixer.qkv", "mlp.down") if (i, n) != (1, "mixer.qkv")
     ]
@@ -335,7 +335,7 @@ def test_frozen_weights_are_cast_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_lora(dropout: float) -> None:
     def make() -> lm.CausalLM:
-        model = lm.add_lora(build({**LLAMA, "model_type": "qwen2"}), r=4, lora_dropout=dropout)
+        model = lm.add_lora(build({**TWO_LAYERS, "model_type": "qwen2"}), r=4, lora_dropout=dropout)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from float8_models import (
     FAMILIES,
-    LLAMA,
     MODELS,
     SIZES,
+    TWO_LAYERS,
     agreement,
     build,
     family,
@@ -67,7 +67,7 @@ def test_families_have_every_kind_of_layer() -> None:
     assert not any(missing.values()), f"add to FAMILIES configs with {missing}"
 
 
-@pytest.mark.parametrize("name", list(FAMILIES)[::8])
+@pytest.mark.parametrize("name", ["deepseek_v3", "arcee"])
 def test_training_stays_near_that_in_float32(name: str) -> None:
     plain, found = map(losses_of_training, (family(name), lm.float8(family(name))))
     assert plain[-1] < 0.5 * plain[0] and plain != found
@@ -137,7 +137,7 @@ def test_what_stays_is_said() -> None:
             assert not isinstance(x, Float8Tensor)
             return self.down(self.up(x).relu())
 
-    model = build(LLAMA)
+    model = build(TWO_LAYERS)
     for block in model.decoder.blocks:
         block.mlp = Own()
     with pytest.warns(Float8Warning, match=r"mlp.up.weight \(Linear\), mlp.down.weight \(Linear\)"):

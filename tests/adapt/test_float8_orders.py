@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from float8_models import FAMILIES, LLAMA, MODELS, SIZES, agreement, build, family, gradients, in_place_of, tokens
+from float8_models import FAMILIES, MODELS, SIZES, TWO_LAYERS, agreement, build, family, gradients, in_place_of, tokens
 from runs import STAGE_2, losses
 from runs import recipe_for as medusa_recipe
 from test_mtp_training import recipe_for as mtp_recipe
@@ -55,14 +55,14 @@ def stored(model: nn.Module) -> nn.Module:
 
 def loaded(state: dict[str, Tensor], **options: Any) -> lm.CausalLM:
     torch.manual_seed(7)
-    model = lm.float8(lm.from_config(LLAMA)).train()
+    model = lm.float8(lm.from_config(TWO_LAYERS)).train()
     model(tokens(), labels=tokens()).loss.backward()  # what it has computed before does not matter
     assert not any(model.load_state_dict(state, **options))
     return model
 
 
 def from_hf_state(state: dict[str, Tensor]) -> lm.CausalLM:
-    model = lm.float8(lm.from_config(LLAMA)).train()
+    model = lm.float8(lm.from_config(TWO_LAYERS)).train()
     model.load_hf_state_dict(state)
     return model
 
@@ -92,7 +92,7 @@ SAME: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
         lambda _: lm.float8(build()),
     ),
     "the first block, then others": (
-        lambda _: lm.float8(lm.float8(build(), exclude_last=2), exclude_first=1),
+        lambda _: lm.float8(lm.float8(build(), exclude_last=1), exclude_first=1),
         lambda _: lm.float8(build()),
     ),
     "deepcopy": (lambda _: copy.deepcopy(lm.float8(build())), lambda _: lm.float8(build())),
@@ -138,7 +138,7 @@ def test_errors_name_what_is_wrong() -> None:
     assert all(".mixer." in name for name in in_place_of(model))
     with pytest.raises(InputError, match=r"float8_linear: computes bfloat16, float16 or float32, not torch.float64"):
         gradients(lm.float8(build()).double())
-    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA))
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TWO_LAYERS))
     for transformers_model in (hf, lm.nativize(hf)):
         with pytest.raises(InputError, match=r"takes a native CausalLM, got a LlamaForCausalLM; .*from_transformers"):
             lm.float8(transformers_model)
@@ -223,22 +223,11 @@ def test_classes_of_a_users_own() -> None:
     assert all(agreement(found[key], wanted[key])[0] > 0.98 for key in wanted)
 
 
-def test_compiled_blocks() -> None:
-    """As `ParallelPlan(compile="blocks")` does it: with breaks of the graph."""
-    model = lm.float8(build({**LLAMA, "num_hidden_layers": 1}))
-    wanted = gradients(model)
-    model.zero_grad()
-    for block in model.decoder.blocks:
-        block.compile(backend="aot_eager")
-    for key, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient, wanted[key], rtol=1e-4, atol=1e-6)
-
-
 def test_compiled_blocks_under_activation_checkpointing() -> None:
     """In the first step, in which frozen weights are cast within what is compiled, and in the next one."""
 
     def made() -> lm.CausalLM:
-        return lm.float8(with_lora(build({**LLAMA, "num_hidden_layers": 1})))
+        return lm.float8(with_lora(build({**TWO_LAYERS, "num_hidden_layers": 1})))
 
     wanted, model = gradients(made()), made()
     model.activation_checkpointing = "selective"
@@ -251,16 +240,16 @@ def test_compiled_blocks_under_activation_checkpointing() -> None:
             torch.testing.assert_close(gradient, wanted[key], rtol=1e-4, atol=1e-6)
 
 
-def test_compiled_with_frozen_layers_between_trained_ones() -> None:
-    """Gradients go through layers without a trained weight to earlier blocks; the graph casts frozen weights."""
-    model = lm.float8(with_lora(build({**LLAMA, "num_hidden_layers": 2}), target_modules=["q_proj", "v_proj"]))
+def test_compiled_blocks_with_frozen_layers_between_trained_ones() -> None:
+    """As `ParallelPlan(compile="blocks")` compiles them, with breaks of the graph: gradients go through layers without
+    a trained weight to earlier ones; the graph casts frozen weights."""
+    model = lm.float8(with_lora(build({**TWO_LAYERS, "num_hidden_layers": 1}), target_modules=["q_proj", "v_proj"]))
     wanted = gradients(model)
-    model.zero_grad()
-    torch.compile(model, backend="aot_eager")(tokens(), labels=tokens()).loss.backward()
-    for name, parameter in model.named_parameters():
-        assert (parameter.grad is None) == (name not in wanted)
-        if parameter.grad is not None:
-            assert agreement(parameter.grad, wanted[name])[0] > 0.9999, name
+    for block in model.decoder.blocks:
+        block.compile(backend="aot_eager")
+    found = gradients(model)
+    assert found.keys() == wanted.keys() != set()
+    assert all(agreement(found[name], wanted[name])[0] > 0.9999 for name in wanted)
 
 
 def test_the_first_step_under_activation_checkpointing() -> None:
@@ -301,7 +290,7 @@ def test_peft_after_float8() -> None:
         layer.register_forward_pre_hook(lambda _, inputs: seen.append(type(inputs[0])))
     assert in_place_of(model)
     found = gradients(model)
-    assert len(found) == 4 * 3 and all(torch.isfinite(gradient).all() for gradient in found.values())
+    assert len(found) == 4 * 2 and all(torch.isfinite(gradient).all() for gradient in found.values())
     assert seen == [Tensor, Float8Tensor]
     assert abs(model(tokens(), labels=tokens()).loss - wanted) < 0.01
 
@@ -326,9 +315,10 @@ def in_tensor_parallel(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     plain, model = (lm.float8(with_lora(build())) for _ in range(2))
     model = near_one_process(model, plain, lm.ParallelPlan(tensor=2), ("none", "selective"))
     assert model.decoder.blocks[0].mixer.input_form() is not None
-    for narrow in (build({**LLAMA, "intermediate_size": 80}), with_lora(build({**LLAMA, "intermediate_size": 80}))):
+    narrow = {**TWO_LAYERS, "intermediate_size": 80}
+    for model in (build(narrow), with_lora(build(narrow))):
         with pytest.raises(ConfigError, match=r"mlp.down, of 2 ranks: .*in_features 40 .* multiples of 16"):
-            lm.parallelize(lm.float8(narrow), lm.ParallelPlan(tensor=2))
+            lm.parallelize(lm.float8(model), lm.ParallelPlan(tensor=2))
 
 
 def near_one_process(model: lm.CausalLM, plain: lm.CausalLM, plan: lm.ParallelPlan, modes: tuple[Any, ...]) -> Any:

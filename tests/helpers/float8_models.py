@@ -12,10 +12,11 @@ from ligermodels.training import FusedAdamW
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA = {**BASE, **SIZES, "model_type": "llama", "num_hidden_layers": 3}
+TWO_LAYERS = {**LLAMA, "num_hidden_layers": 2}
 MODELS = {
-    "llama": LLAMA,
-    "qwen2, with biases": {**LLAMA, "model_type": "qwen2"},
-    "qwen3, with norms of heads": {**LLAMA, "model_type": "qwen3"},
+    "llama": TWO_LAYERS,
+    "qwen2, with biases": {**TWO_LAYERS, "model_type": "qwen2"},
+    "qwen3, with norms of heads": {**TWO_LAYERS, "model_type": "qwen3"},
     "gemma2, with four norms": {**CONFIGS["gemma2"], **SIZES, "query_pre_attn_scalar": 16},
     "olmo2, without norms before": {**CONFIGS["olmo2"], **SIZES, "num_key_value_heads": 4},
 }
@@ -123,7 +124,7 @@ def family(name: str, **options: Any) -> lm.CausalLM:
     return model
 
 
-def build(config: dict[str, Any] = LLAMA, **options: Any) -> lm.CausalLM:
+def build(config: dict[str, Any] = TWO_LAYERS, **options: Any) -> lm.CausalLM:
     torch.manual_seed(0)
     return lm.from_config(config, **options).train()
 

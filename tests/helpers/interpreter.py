@@ -4,7 +4,8 @@ The interpreter runs a kernel as Python. At each launch, and at each call of a d
 `triton.language` for the functions that it replaces; each operation builds and checks the types of its blocks anew,
 and each sum of integers is computed a second time, to look for an overflow that is not reported. Here the
 replacements are searched for once, a device function finds them in place, block types of one shape share their parts,
-and operands of equal types need no conversion. The operations themselves are the interpreter's own.
+operands of equal types need no conversion, and a number beside tensors of one type is made a block once. The operations
+themselves are the interpreter's own.
 """
 
 from collections.abc import Callable
@@ -32,9 +33,12 @@ def quicken() -> None:
     core.tensor.__init__ = of_its_type(core)
     core.dtype.__eq__ = same_or(core.dtype.__eq__)
     core._unwrap_if_constexpr = unwrapping(core, core._unwrap_if_constexpr)
-    semantic = type(interpreter.interpreter_semantic)
-    semantic.broadcast_impl_value = unless_alike(core, semantic.broadcast_impl_value)
-    semantic.binary_op_type_checking_impl = unless_alike(core, semantic.binary_op_type_checking_impl, of_one_dtype=True)
+    handle, semantic = interpreter.TensorHandle, type(interpreter.interpreter_semantic)
+    handle.__post_init__ = unless_narrow(handle.__post_init__)
+    semantic.computation_type_impl = by_names(semantic.computation_type_impl)
+    semantic.broadcast_impl_value = unless_alike(core, by_shapes(core, semantic.broadcast_impl_value))
+    convert = keeping_numbers(core, handle, semantic.binary_op_type_checking_impl)
+    semantic.binary_op_type_checking_impl = unless_alike(core, convert, of_one_dtype=True)
 
 
 class Patches:
@@ -49,6 +53,7 @@ class Patches:
 
     def __init__(self, interpreter: Any, language: Any) -> None:
         self._patch, self._missing = interpreter._patch_lang, interpreter._MISSING
+        self._semantic = interpreter.interpreter_semantic
         self._sees_all = SimpleNamespace(__globals__={"tl": language, "core": language.core})
         self._changes: list[tuple[Any, str, Any, Any]] = []  # owner, name, what it was, what it is in a launch
         self._active = False
@@ -66,7 +71,21 @@ class Patches:
         originals: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         for owner, name, original in self._patch(self._sees_all)._changes:
             originals.setdefault((id(owner), name), (owner, name, original))  # the first of several patches
-        self._changes = [(*change, getattr(*change[:2])) for change in originals.values()]
+        self._changes = [(*change, self._shorter(*change[1:], getattr(*change[:2]))) for change in originals.values()]
+
+    def _shorter(self, name: str, original: Any, replacement: Any) -> Any:
+        """The replacement, without calls that only pass arguments on."""
+        if name == "to_ir":
+            return by_name(replacement)
+        function = getattr(original, "__wrapped__", None)
+        if function is None or (getattr(replacement, "__kwdefaults__", None) or {}).get("member") is not original:
+            return replacement
+        semantic = self._semantic
+
+        def call(*args: Any, _semantic: Any = None, **options: Any) -> Any:
+            return function(*args, _semantic=semantic, **options)
+
+        return call
 
     def restore(self) -> None:
         for owner, name, original, _ in self._changes:
@@ -77,17 +96,100 @@ class Patches:
         self._active = False
 
 
-def by_name(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`_get_np_dtype` of the interpreter, called once for each type's name."""
+def by_name(of_dtype: Callable[..., Any]) -> Callable[..., Any]:
+    """`_get_np_dtype` of the interpreter, or `dtype.to_ir`, called once for each type's name."""
     found: dict[str, Any] = {}
 
-    def remembered(dtype: Any) -> Any:
+    def remembered(dtype: Any, *builder: Any) -> Any:
         name = dtype.name
         if name not in found:
-            found[name] = np_dtype_of(dtype)
+            found[name] = of_dtype(dtype, *builder)
         return found[name]
 
     return remembered
+
+
+def by_names(of_dtypes: Callable[..., Any]) -> Callable[..., Any]:
+    """`computation_type_impl`, called once for two types' names, which of them is a number's, and whether to divide."""
+    found: dict[tuple[Any, ...], Any] = {}
+
+    def remembered(self: Any, a_ty: Any, a_is_scalar: bool, b_ty: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
+        key = a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div_or_mod
+        if key not in found:
+            found[key] = of_dtypes(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod)
+        return found[key]
+
+    return remembered
+
+
+def unless_narrow(check: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`TensorHandle.__post_init__`, which looks for elements that are wider than their type: not called for others."""
+    widths: dict[str, int] = {}
+
+    def checked(self: Any) -> None:
+        name = self.dtype.name
+        if self.data.itemsize > widths.get(name, 0):
+            check(self)
+            widths[name] = self.data.itemsize
+
+    return checked
+
+
+def by_shapes(core: Any, broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    """`broadcast_impl_value`, which compares the shapes of two blocks: called once for two shapes of one rank."""
+    found: dict[tuple[Any, Any], Any] = {}
+
+    def broadcasted(self: Any, lhs: Any, rhs: Any) -> Any:
+        one, other = lhs.type, rhs.type
+        if one.is_block() != other.is_block():
+            if one.is_block():
+                block = core.block_type(other, one.shape)
+                return lhs, self.tensor(self.builder.create_splat(block, rhs.handle), block)
+            block = core.block_type(one, other.shape)
+            return self.tensor(self.builder.create_splat(block, lhs.handle), block), rhs
+        if not one.is_block() or len(one.shape) != len(other.shape):
+            return broadcast(self, lhs, rhs)
+        shapes = one.shape, other.shape
+        if shapes not in found:
+            found[shapes] = broadcast(self, lhs, rhs)[0].type.shape
+        shape = found[shapes]
+
+        def to_shape(x: Any) -> Any:
+            if x.type.shape == shape:
+                return x
+            return self.tensor(self.builder.create_broadcast(x.handle, shape), core.block_type(x.dtype, shape))
+
+        return to_shape(lhs), to_shape(rhs)
+
+    return broadcasted
+
+
+def keeping_numbers(core: Any, handle: Any, convert: Callable[..., Any]) -> Callable[..., Any]:
+    """`binary_op_type_checking_impl`, which makes a block of a number beside a tensor: called once for each number and
+    type of a tensor that stays as it is. The elements of the block are kept, and cannot be written to."""
+    found: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
+
+    def converted(self: Any, lhs: Any, rhs: Any, *options: bool) -> Any:
+        first = type(lhs) is not core.tensor
+        number, x = (lhs, rhs) if first else (rhs, lhs)
+        kind = type(number)
+        if (kind is not int and kind is not float and kind is not bool) or type(x) is not core.tensor:
+            return convert(self, lhs, rhs, *options)
+        key = first, kind, number, x.type.name, options
+        if key in found:
+            data, dtype, block = found[key]
+            kept = core.tensor(handle(data, dtype), block)
+            return (kept, x) if first else (x, kept)
+        results = convert(self, lhs, rhs, *options)
+        block, stays = results if first else results[::-1]
+        if stays is x and block.handle.data.size <= 2**15:
+            if len(found) == 2**12:
+                found.clear()
+            block.handle.data.flags.writeable = False
+            found[key] = block.handle.data, block.handle.dtype, block.type
+        return results
+
+    return converted
 
 
 def sharing_parts(initialize: Callable[..., None], unwrap: Callable[[Any], Any]) -> Callable[..., None]:

@@ -11,8 +11,9 @@ import torch
 def leave_out() -> None:
     """Of the modules that are imported by now: build the command line once, not for each call; let
     transformers log the kind of a config, not its text, which is made for each model though nothing shows it; and write
-    the points of a run's curves without drawing them (`tests/training/test_trackers.py` draws some); and save models of
-    transformers without importing DeepSpeed, to see whether its engine is around them. Without a GPU,
+    the points of a run's curves without drawing them (`tests/training/test_trackers.py` draws some); save models of
+    transformers without importing DeepSpeed, to see whether its engine is around them; and compile graphs without
+    measuring, with emptied caches of the processor, how long their guards take. Without a GPU,
     `torch.manual_seed` does not write down, for each kind of GPU, the stack that it is called from."""
     if accelerate := sys.modules.get("accelerate.utils.other"):
         accelerate.is_deepspeed_available = lambda: False
@@ -22,6 +23,8 @@ def leave_out() -> None:
     if testing := sys.modules.get("typer.testing"):
         main = sys.modules["typer.main"]
         main.get_command = testing._get_command = lru_cache(maxsize=None)(main.get_command)
+    if guards := sys.modules.get("torch._dynamo.guards"):
+        guards.profile_guard_manager = lambda manager, scope, repetitions: 0.0
     if transformers := sys.modules.get("transformers.configuration_utils"):
         transformers.PreTrainedConfig.__repr__ = lambda self: f"<{type(self).__name__}>"
     if run := sys.modules.get("ligermodels.training.run"):

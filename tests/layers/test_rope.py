@@ -412,7 +412,7 @@ garbage = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(garbage, st.fixed_dictionaries({}, optional=dict.fromkeys(["partial_rotary_factor", "rope_theta"], value)))
 def test_garbage_is_refused_or_gives_usable_frequencies(inside: dict[str, Any], top: dict[str, Any]) -> None:
     try:

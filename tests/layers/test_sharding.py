@@ -112,6 +112,8 @@ def train_generate_save(rank: int, folder: Path, mesh: DeviceMesh, name: str) ->
         check_gradients(model, plain, of_log_probs)
     model.save_pretrained(folder / "out", max_shard_size=20_000)
     dist.barrier()
+    if rank:
+        return
     theirs = AutoModelForCausalLM.from_pretrained(folder / "out", attn_implementation="eager")
     if hasattr(theirs.config, "_experts_implementation"):
         theirs.set_experts_implementation("eager")  # its default needs aligned sizes

@@ -70,12 +70,12 @@ CASES = {
     ),
     "gated_delta_rule": Case(
         lambda q, k, v, g, beta: ops.gated_delta_rule(q, k, v, -g * g, beta, final_state=False)[0],
-        ((2, 5, 1, 4), (2, 5, 1, 4), (2, 5, 2, 3), (2, 5, 2), (2, 5, 2)),
+        ((1, 5, 1, 4), (1, 5, 1, 4), (1, 5, 2, 3), (1, 5, 2), (1, 5, 2)),
         ("gated_delta_chunks_forward", "gated_delta_chunks_backward"),
     ),
     "gated_delta_rule by channel": Case(
         lambda q, k, v, g, beta: ops.gated_delta_rule(q, k, v, -g * g, beta, final_state=False)[0],
-        ((2, 5, 1, 4), (2, 5, 1, 4), (2, 5, 2, 3), (2, 5, 2, 4), (2, 5, 2)),
+        ((1, 5, 1, 4), (1, 5, 1, 4), (1, 5, 2, 3), (1, 5, 2, 4), (1, 5, 2)),
         ("channel_delta_forward", "channel_delta_backward"),
     ),
     "delta_gates": Case(
@@ -90,7 +90,7 @@ CASES = {
     ),
     "ssd": Case(
         lambda x, dt, a, b, c, d: ops.ssd(x, dt * dt, -a * a, b, c, d, final_state=False)[0],
-        ((2, 5, 2, 3), (2, 5, 2), (2,), (2, 5, 1, 4), (2, 5, 1, 4), (2,)),
+        ((1, 5, 2, 3), (1, 5, 2), (2,), (1, 5, 1, 4), (1, 5, 1, 4), (2,)),
         ("ssd_chunks_forward", "ssd_chunks_backward"),
     ),
     "ssd of a wide state": Case(
@@ -277,15 +277,17 @@ def assert_same(one: torch.Tensor, two: torch.Tensor) -> None:
 
 
 def graphs() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names of cases and frozen operands: of the cases with certain opaque ops the first with none, the others (or the
-    first again) with every second one, from the first or the second. The tests of each op freeze every subset, without
-    a compiled graph."""
+    """Names of cases and frozen operands: of the cases with certain opaque ops the first with none, the others with
+    every second one, from the first or the second; so is the first again where there are no others and the op is a
+    loss, which computes gradients otherwise if it is compiled. The tests of each op freeze every subset, without a
+    compiled graph."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, case in CASES.items():
         names.setdefault(case.nodes, []).append(name)
     for number, (first, *others) in enumerate(names.values()):
         yield first, ()
-        for name in others or [first]:
+        is_loss = not {"loss_weights", "linear_distillation"}.isdisjoint(CASES[first].nodes)
+        for name in others or [first] * is_loss:
             operands = range(len(CASES[name].shapes))
             yield name, tuple(operands[number % 2 :: 2]) if len(operands) > 1 else ()
 
@@ -396,7 +398,7 @@ def test_float64_goes_to_the_reference(kernels_device: torch.device) -> None:
 
 CHILD = """
 import os, sys
-import torch  # once, for both; it has not imported Triton yet
+import torch.distributed.fsdp, torch.fx.experimental.symbolic_shapes  # once, for both; they do not import Triton
 assert "triton" not in sys.modules
 if not os.fork():
     sys.modules["triton"] = None
