@@ -19,10 +19,11 @@ WITHOUT_MTP = {
 }
 
 
-@pytest.fixture(params=OF_EACH_KIND)
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    make_checkpoint(tmp_path / "model", CONFIGS[request.param])
-    return tmp_path / "model"
+@pytest.fixture(scope="module", params=OF_EACH_KIND)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_checkpoint(folder, CONFIGS[request.param])
+    return folder
 
 
 @pytest.mark.parametrize("folder", [name for name in OF_EACH_KIND if name not in WITHOUT_MTP], indirect=True)

@@ -257,6 +257,9 @@ OF_EACH_KIND = (
 )  # fmt: skip
 """Few configs that together have every kind of layer with every option of its config (tests/archs/test_zoo.py), for
 tests of code that goes by layers, not by families."""
+OF_EACH_LAYOUT = (*OF_EACH_KIND, "glm4", "granitemoehybrid", "qwen3_5_text", "qwen3_next")
+"""With the families whose checkpoints divide tensors in other ways, for tests of weight maps: rotary channels that are
+partly interleaved, gates beside up projections of shared experts, and two ways of Gated DeltaNet's projections."""
 HYBRIDS = {name for name, config in CONFIGS.items() if "linear_num_key_heads" in config}
 """Configs with layers of Gated DeltaNet."""
 SHORT_CONVS = {name for name, config in CONFIGS.items() if "conv_L_cache" in config}

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModel
-from zoo import CONFIGS, EACH_FAMILY, relative_error
+from zoo import CONFIGS, OF_EACH_LAYOUT, relative_error
 
 import ligermodels as lm
 from ligermodels.cli.describe import checkpoint_facts
@@ -34,10 +34,10 @@ def without_prefix(folder: Path, prefix: str) -> dict[str, Tensor]:
     return stored
 
 
-@pytest.mark.parametrize("family", EACH_FAMILY)
-def test_names_without_the_prefix(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", OF_EACH_LAYOUT)
+def test_names_without_the_prefix(name: str, tmp_path: Path) -> None:
     """They load, and the usual names are written, which base models of transformers read too."""
-    model = lm.from_config(CONFIGS[family])
+    model = lm.from_config(CONFIGS[name])
     model.save_pretrained(tmp_path / "usual")
     prefix = model.require_export_spec().weight_map.mappings[0].views[0].source.partition(".")[0]
     stored = without_prefix(tmp_path / "usual", prefix)

@@ -26,7 +26,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(offload, "DEVICES", ("cuda", "meta", "cpu"))
     before = host_bytes()
     yield request.param
-    gc.collect()
+    if host_bytes() > before:  # a collection of the whole process takes longer than most of these tests
+        gc.collect()
     assert host_bytes() <= before
 
 

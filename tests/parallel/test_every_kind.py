@@ -12,11 +12,14 @@ from two_ranks import by_first_rank, in_two_ranks, own_parts, tokens_of_first_ra
 from zoo import CONFIGS, OF_EACH_KIND
 
 import ligermodels as lm
-from ligermodels.layers import offload
+from ligermodels.layers import KeepsDtype, offload
+from ligermodels.layers.modules import modules_of
 
 PLANS = [lm.ParallelPlan(context=2), lm.ParallelPlan(tensor=2)]
 """With `context`, FSDP2 shards the parameters over both ranks too; a third of the models also have a plan of FSDP2
 alone."""
+AT_ONCE = lm.ParallelPlan(fsdp_unit="model")
+"""For models of one dtype."""
 MODES: tuple[Any, ...] = ("none", "selective", "full", "offload")
 """Of activation checkpointing: each kind of layer has two of them, by turns."""
 DECODING: dict[str, Any] = {"max_new_tokens": 3, "eos_token_id": [], "pad_token_id": 0}
@@ -34,7 +37,9 @@ def train(rank: int, folder: Path, mesh: DeviceMesh, names: tuple[str, ...]) -> 
     ids = torch.randint(3, 120, (2, 14), generator=torch.Generator().manual_seed(0))
     for name in names:
         plain, turn = build(name), OF_EACH_KIND.index(name)
-        plans = PLANS if turn % 3 else [lm.ParallelPlan(shard=2), *PLANS]
+        plans = [*([lm.ParallelPlan(shard=2)] if turn % 3 == 0 else []), *PLANS]
+        if not modules_of(plain, KeepsDtype):
+            plans.insert(0, AT_ONCE)
         models = [copy.deepcopy(plain) for _ in plans]
         wanted_loss = by_first_rank(plain, lambda plain: plain(ids, labels=ids).loss)
         for number, (plan, model) in enumerate(zip(plans, models, strict=True)):

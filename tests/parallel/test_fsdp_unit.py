@@ -1,4 +1,5 @@
-"""`ParallelPlan.fsdp_unit` "model": FSDP2 gathers and reduces the whole model at once."""
+"""`ParallelPlan.fsdp_unit` "model": FSDP2 gathers and reduces the whole model at once. Every kind of layer:
+test_every_kind."""
 
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from two_ranks import in_two_ranks
-from zoo import OF_EACH_KIND
 
 import ligermodels as lm
 from ligermodels.errors import ConfigError
-from ligermodels.layers import KeepsDtype
-from ligermodels.layers.modules import modules_of
 from ligermodels.parallel.fsdp import check_one_unit
 from ligermodels.training import FusedAdamW
 
@@ -36,7 +34,8 @@ def collectives(model: nn.Module, rank: int) -> dict[str, int]:
     return {name: sum(event.split(" ")[0] == f"FSDP::{name}" for event in events) for name in names}
 
 
-def more(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+def training(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    families(rank, folder, mesh, ("gemma2", "llama-3", "qwen3_moe"), *PLANS)  # the first is tied
     plain, model = build("llama-3"), lm.parallelize(build("llama-3"), PLANS[0])
     assert [module for module in model.modules() if isinstance(module, FSDPModule)] == [model]
     found = collectives(model, rank)
@@ -100,15 +99,8 @@ def more(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         assert not any(isinstance(module, FSDPModule) for module in refused.modules())
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_families(tmp_path: Path, part: int) -> None:
-    names = [name for name in OF_EACH_KIND if not modules_of(build(name), KeepsDtype)]
-    assert len(names) > 8
-    in_two_ranks(families, tmp_path, names[part::2], *PLANS)
-
-
 def test_two_ranks(tmp_path: Path) -> None:
-    in_two_ranks(more, tmp_path)
+    in_two_ranks(training, tmp_path)
 
 
 def test_models_and_degrees_of_several_groups() -> None:

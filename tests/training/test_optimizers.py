@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
+from pairwise import by_turns
 from runs import losses, recipe_for
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -104,8 +105,7 @@ def test_a_state_dict_resumes_bit_for_bit(name: OptimizerName) -> None:
         assert {key: x.dtype for key, x in a.items()} == {key: x.dtype for key, x in b.items()}
 
 
-@pytest.mark.parametrize("name", OURS)
-@pytest.mark.parametrize("number", [int, float])
+@pytest.mark.parametrize(("name", "number"), by_turns(OURS, [int, float]))
 def test_numbers_of_steps_may_be_plain_numbers(name: OptimizerName, number: type) -> None:
     """As in checkpoints of torch before 1.12."""
     model = model_of()
