@@ -6,7 +6,7 @@ from conftest import Where
 
 from ligermodels.errors import InputError
 from ligermodels.ops import adamw_step, set_backend
-from ligermodels.ops.optimizer.adamw import Shard
+from ligermodels.ops.optimizer.adamw import Shard, adamw_numbers, adamw_step_in_memory, rounding_key
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.training.fused_adamw import FusedAdamW
 
@@ -215,13 +215,19 @@ def test_a_weight_in_bfloat16_goes_where_one_in_float32_goes(where: Where) -> No
 def test_a_shard_rounds_as_the_whole_does(
     where: Where, shape: tuple[int, ...], starts: tuple[int, ...], sizes: tuple[int, ...]
 ) -> None:
+    """Also with the numbers of the step in memory, as in a CUDA graph."""
     tensors = [torch.rand(shape, device=where.device).add(0.5).to(where.dtype) for _ in range(4)]
     part = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-    shards = [each[part].clone() for each in tensors]
+    shards, graphed = ([each[part].clone() for each in tensors] for _ in range(2))
     adamw_step(*tensors, step=3, rounding_seeds=(7, 1), **NUMBERS)
     adamw_step(*shards, step=3, rounding_seeds=(7, 1), shard=Shard(shape, starts), **NUMBERS)
-    for whole, found in zip(tensors, shards, strict=True):
-        assert torch.equal(whole[part], found)
+    *decay, lr = (NUMBERS[name] for name in ("betas", "weight_decay", "lr"))
+    numbers = torch.tensor([*adamw_numbers(3, lr, *decay), 0.0], dtype=torch.float64, device=where.device)
+    key = torch.tensor([rounding_key((7, 1), 3), 0], device=where.device)
+    options = {name: NUMBERS[name] for name in ("betas", "eps")}
+    adamw_step_in_memory(*graphed, numbers=numbers, key=key, shard=Shard(shape, starts), **options)
+    for whole, found, again in zip(tensors, shards, graphed, strict=True):
+        assert torch.equal(whole[part], found) and torch.equal(found, again)
 
 
 def test_a_copy_rounds_as_it_did() -> None:
