@@ -114,11 +114,10 @@ class Loading:
 
     def load(self, path: str | Path) -> CausalLM:
         """Load the model of a checkpoint, a folder or a hub id, with a progress bar."""
-        import torch
-
+        from ligermodels.ops.runtime.tensors import dtype_named
         from ligermodels.pretrained import from_pretrained
 
-        dtype = None if self.dtype is None else getattr(torch, self.dtype)
+        dtype = dtype_named(self.dtype)
         device, attention = device_named(self.device), self.attention
         with progress(f"loading {path}", in_bytes=True) as update:
             return from_pretrained(

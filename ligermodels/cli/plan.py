@@ -51,14 +51,13 @@ def plan(
     """
     size = memory_size(memory)
     _check_gpus(gpus, gpus_per_host, reduce_dtype)
-    import torch
-
     from ligermodels.convert.config_json import dtype_of
+    from ligermodels.ops.runtime.tensors import dtype_named
     from ligermodels.parallel.advice import candidates
     from ligermodels.parallel.cost import Hardware
     from ligermodels.pretrained import from_config
 
-    model = from_config(checkpoint, dtype=getattr(torch, dtype), device="meta")
+    model = from_config(checkpoint, dtype=dtype_named(dtype), device="meta")
     _prepare(model, lora_rank, lora_targets or [], quantize)
     hardware = Hardware(gpus_per_host=gpus_per_host)
     states: dict[str, Any] = {
@@ -76,7 +75,7 @@ def plan(
     show_table(columns, [_row(row, columns) for row in rows], numbers=range(len(columns)))
     flags = f"--batch-tokens {tokens} --seq-len {seq_len}"
     chosen = {
-        "--dtype": dtype if getattr(torch, dtype) != dtype_of(model.hf_config) else None,  # the default of `train`
+        "--dtype": dtype if dtype_named(dtype) != dtype_of(model.hf_config) else None,  # the default of `train`
         "--lora-rank": lora_rank,
         "--quantize": quantize,
         "--optimizer": optimizer if optimizer != "adamw" else None,

@@ -102,9 +102,8 @@ def _verify_model(
     `compared`: the arguments `tokens` and `tolerance` of `ligermodels.verify.verify`.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    import torch
-
     from ligermodels.data.tokenizer import Tokenizer
+    from ligermodels.ops.runtime.tensors import dtype_named
     from ligermodels.verify import verify as compare
 
     device = options.device_named(loading.device)
@@ -117,7 +116,7 @@ def _verify_model(
             folder,
             reference=reference,
             input_ids=ids,
-            dtype=getattr(torch, loading.dtype),
+            dtype=dtype_named(loading.dtype),
             device=device,
             attention=loading.attention,
             progress=update,

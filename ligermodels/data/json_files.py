@@ -246,15 +246,19 @@ def _json_decoder(kind: Any) -> Callable[[Any], Any] | None:
     decoders = {field.name: decoder for field in fields if (decoder := _json_decoder(field.type)) is not None}
 
     def decode(value: Any) -> Any:
-        if isinstance(value, dict):  # a struct
-            return {key: decoders[key](item) if key in decoders else item for key, item in value.items()}
-        if isinstance(value, tuple):  # the key and the value of an entry of a map
-            return tuple(
-                decoders[field.name](item) if field.name in decoders else item
-                for field, item in zip(fields, value, strict=True)
-            )
-        (decoder,) = decoders.values()  # of the items of a list
-        return [decoder(item) for item in value] if isinstance(value, list) else value
+        match value:
+            case dict():  # a struct
+                return {key: decoders[key](item) if key in decoders else item for key, item in value.items()}
+            case tuple():  # the key and the value of an entry of a map
+                return tuple(
+                    decoders[field.name](item) if field.name in decoders else item
+                    for field, item in zip(fields, value, strict=True)
+                )
+            case list():
+                (decoder,) = decoders.values()
+                return [decoder(item) for item in value]
+            case _:
+                return value
 
     return decode if decoders else None
 

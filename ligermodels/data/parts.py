@@ -110,13 +110,15 @@ def _other(value: Any) -> Any:
 
 
 def _other_texts(value: Any) -> Any:
-    if isinstance(value, str):
-        return PROBE if value.strip() else value
-    if isinstance(value, list | tuple):
-        return [_other_texts(item) for item in value]
-    if isinstance(value, Mapping):
-        return {key: item if key in ("type", "name") else _other_texts(item) for key, item in value.items()}
-    return value
+    match value:
+        case str():
+            return PROBE if value.strip() else value
+        case list() | tuple():
+            return [_other_texts(item) for item in value]
+        case Mapping():
+            return {key: item if key in ("type", "name") else _other_texts(item) for key, item in value.items()}
+        case _:
+            return value
 
 
 def _count(value: Any) -> int:

@@ -172,14 +172,17 @@ def _text(record: Mapping[str, Any]) -> Completion:
 def _completion(record: Mapping[str, Any]) -> Completion | Chat:
     """A prompt and its completion, as texts or as turns; turns of the prompt are not trained on."""
     prompt, completion = record["prompt"], record["completion"]
-    if isinstance(prompt, str) and isinstance(completion, str):
-        return Completion(prompt, completion, not is_cut(record))
-    if isinstance(prompt, list) and isinstance(completion, str):
-        completion = [{"role": "assistant", "content": completion}]
-    if isinstance(prompt, str) and isinstance(completion, list):
-        raise ValueError('"completion" is a list of turns, and "prompt" is a text; give the prompt as turns too')
-    if not (isinstance(prompt, list) and isinstance(completion, list)):
-        raise ValueError('"prompt" and "completion" must be texts or lists of turns')
+    match prompt, completion:
+        case str(), str():
+            return Completion(prompt, completion, not is_cut(record))
+        case list(), str():
+            completion = [{"role": "assistant", "content": completion}]
+        case list(), list():
+            pass
+        case str(), list():
+            raise ValueError('"completion" is a list of turns, and "prompt" is a text; give the prompt as turns too')
+        case _:
+            raise ValueError('"prompt" and "completion" must be texts or lists of turns')
     if is_cut(record) and completion and isinstance(completion[-1], dict):
         completion = [*completion[:-1], {**completion[-1], FINISH: record[FINISH]}]
     return _chat([*prompt, *completion], record, untrained=len(prompt))

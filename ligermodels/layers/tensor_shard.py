@@ -17,6 +17,7 @@ from torch import Tensor
 from ligermodels.layers import sequence_parallel
 from ligermodels.layers.linear_parts import Shard
 from ligermodels.layers.sharding import TensorSharding, gather_last, local, sum_over_ranks, used_in_parts
+from ligermodels.ops.runtime.library import is_dtensor
 
 if TYPE_CHECKING:
     from ligermodels.layers.linear import Linear
@@ -79,7 +80,7 @@ class TensorShard(Shard):
         """This rank's shard of a parameter; of a replicated one all of it, with gradients summed over ranks."""
         from ligermodels.ops.runtime import local_tensors  # imports DTensors, which takes long
 
-        if not hasattr(parameter, "device_mesh"):
+        if not is_dtensor(parameter):
             return parameter
         return local_tensors.local(parameter, partial=self.dim is not None or sequence_parallel.current() is not None)
 

@@ -18,6 +18,7 @@ from ligermodels.layers.modules import modules_of
 from ligermodels.layers.sharding import reshard
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import Decoder
+from ligermodels.ops.runtime.tensors import dtype_named
 from ligermodels.parallel.expert import of_experts
 from ligermodels.parallel.plan import ParallelPlan
 
@@ -117,7 +118,7 @@ class _Sharder(NamedTuple):
 
     @classmethod
     def of(cls, mesh: DeviceMesh, plan: ParallelPlan, experts: DeviceMesh | None) -> _Sharder:
-        param_dtype, reduce_dtype = (name and getattr(torch, name) for name in (plan.param_dtype, plan.reduce_dtype))
+        param_dtype, reduce_dtype = map(dtype_named, (plan.param_dtype, plan.reduce_dtype))
         # The embedding determines the dtype of activations. A cast of all inputs would also round loss weights.
         policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
         uncast = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)

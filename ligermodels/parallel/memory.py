@@ -9,7 +9,6 @@ from functools import partial
 from typing import get_args
 
 import numpy as np
-import torch
 from torch import nn
 
 from ligermodels.arguments import OptimizerName, check_count
@@ -19,6 +18,7 @@ from ligermodels.layers.modules import modules_of
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.hidden_matrices import hidden_matrices
 from ligermodels.ops.optimizer.blockwise import num_blocks
+from ligermodels.ops.runtime.tensors import dtype_named
 from ligermodels.parallel.fsdp import check_one_unit
 from ligermodels.parallel.plan import DtypeName, FsdpUnit
 from ligermodels.parallel.shares import Share, Shares
@@ -167,7 +167,7 @@ class StepTrace:
         if not 1 <= expert_load <= expert:
             raise InputError(f"expert_load: must be from 1, balanced, to expert, {expert}, got {expert_load}")
         self.model, self.context = model, context
-        dtype = None if param_dtype is None else getattr(torch, param_dtype)
+        dtype = dtype_named(param_dtype)
         self.shares = Shares(model, tensor=tensor, expert=expert, param_dtype=dtype)
         self._in_float8 = any(not compute.holds_weight for compute in modules_of(model, Compute))
         self._trace = functools.cache(
@@ -245,7 +245,7 @@ class StepTrace:
             return [share for share in unit if cast or replicate * ranks(share) > 1]
 
         def summed(share: Share) -> int:
-            return share.summed(ranks(share), None if reduce_dtype is None else getattr(torch, reduce_dtype))
+            return share.summed(ranks(share), dtype_named(reduce_dtype))
 
         units: list[nn.Module] = [*self.model.decoder.blocks, self.model.decoder.embed, self.model.head]
         if fsdp_unit == "model":

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from ligermodels.layers import BlockConfig
 from ligermodels.layers.modules import modules_of
 from ligermodels.layers.quantized import Codes
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.ops.runtime.tensors import dtype_named
 from ligermodels.parallel.expert import mixtures, of_experts
 from ligermodels.parallel.plan import DtypeName
 
@@ -60,7 +60,7 @@ class ModelSize:
     @classmethod
     def of(cls, model: CausalLM, reduce_dtype: DtypeName | None = None) -> ModelSize:
         """The sizes of a model on any device, the meta device included. `reduce_dtype`: as in `ParallelPlan`."""
-        itemsize = None if reduce_dtype is None else getattr(torch, reduce_dtype).itemsize
+        itemsize = None if reduce_dtype is None else dtype_named(reduce_dtype).itemsize
 
         def gradients(parameters: Iterable[nn.Parameter]) -> int:
             return sum(p.numel() * (itemsize or p.itemsize) for p in parameters if p.requires_grad)

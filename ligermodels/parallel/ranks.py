@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ligermodels.errors import InputError
+from ligermodels.ops.runtime.library import is_dtensor
 from ligermodels.parallel.plan import ParallelPlan
 
 TIMEOUT = timedelta(minutes=10)
@@ -232,7 +233,7 @@ class DataRanks:
         sharded parameter, where FSDP2 averages gradients."""
         if (spread := parallelism_of(model)) is not None:
             return cls(spread.meshes.ranks)
-        return cls(next((p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")), None))
+        return cls(next((cast(Any, p).device_mesh for p in model.parameters() if is_dtensor(p)), None))
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of `x` over the ranks, on the device of `x`. Does not synchronise with a GPU."""

@@ -28,6 +28,7 @@ from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, CheckpointWarning, ConfigError, ConfigWarning
 from ligermodels.models.extra_heads import require_model, without_heads
 from ligermodels.models.families import family_of
+from ligermodels.ops.runtime.tensors import dtype_named
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.pretrained import Progress, from_config, from_pretrained
 from ligermodels.training.recipe import R, TrainingRecipe
@@ -216,7 +217,7 @@ class Base:
             CheckpointError: an error of `from_pretrained`.
         """
         # Of config.json, or else float32: a resumed run may have no weights to read a dtype from.
-        dtype = getattr(torch, recipe.dtype) if recipe.dtype else dtype_of(read_json(self.config))
+        dtype = dtype_named(recipe.dtype) or dtype_of(read_json(self.config))
         options: dict[str, Any] = {
             "dtype": dtype,
             "device": device,

@@ -175,13 +175,15 @@ def states_of(callbacks: Sequence[Callback]) -> dict[str, dict[str, Any]]:
 
 def _require_text_keys(value: Any) -> None:
     """Raise TypeError for a key that JSON would turn into text."""
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise TypeError(f"the key {key!r} is no text, and would come back as one")
-    if isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            _require_text_keys(item)
+    match value:
+        case Mapping():
+            for key, item in value.items():
+                if not isinstance(key, str):
+                    raise TypeError(f"the key {key!r} is no text, and would come back as one")
+                _require_text_keys(item)
+        case list() | tuple():
+            for item in value:
+                _require_text_keys(item)
 
 
 def restore_states(

@@ -26,6 +26,7 @@ from ligermodels.layers.sharding import reshard
 from ligermodels.layers.targets import IGNORE_INDEX
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.ops.runtime.dispatch import as_recorded
+from ligermodels.ops.runtime.library import is_dtensor
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.parallel.ranks import largest_of_ranks, parallelism_of
 from ligermodels.training.blockwise_state import local_tensor
@@ -316,7 +317,7 @@ _NUMBERS = ("num_items_in_batch", "heads_loss_weight")
 
 def refusal(step: EagerStep, parts: Parts) -> str:
     """Why a step cannot be recorded; "" if it may be."""
-    if any(hasattr(p, "device_mesh") for p in step.model.parameters()):
+    if any(map(is_dtensor, step.model.parameters())):
         spread = parallelism_of(step.module)
         if spread is None:
             return "parameters are sharded without a plan (lm.parallelize)"

@@ -12,6 +12,7 @@ from ligermodels.layers.initialization import allocate, initialize_buffers, pers
 from ligermodels.layers.quantized import quantized_weights
 from ligermodels.layers.sharding import gathered, is_sharded, reshard
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.ops.runtime.tensors import dtype_named
 from ligermodels.parallel.plan import DtypeName
 from ligermodels.parallel.ranks import parallelism_of
 
@@ -66,7 +67,7 @@ def empty_copy(
     with torch.device("meta"), skip_init():
         copy = CausalLM(model.config, model.export_spec)
     prepare(copy)
-    allocate(copy, getattr(torch, param_dtype) if param_dtype else model.dtype, "meta")
+    allocate(copy, dtype_named(param_dtype) or model.dtype, "meta")
     return copy.requires_grad_(False).eval()
 
 

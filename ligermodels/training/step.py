@@ -14,6 +14,7 @@ from ligermodels.arguments import check_number
 from ligermodels.data.batches import CountsTargets, on_device
 from ligermodels.errors import InputError
 from ligermodels.layers.sharding import gathered
+from ligermodels.ops.runtime.library import is_dtensor
 from ligermodels.parallel.ranks import DataRanks
 from ligermodels.training.reports import OutputMetrics
 from ligermodels.training.router_bias import biased_routers, update_router_bias
@@ -145,7 +146,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     by_mesh: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+            by_mesh.setdefault(_mesh_of(parameter.grad), []).append(parameter)
     groups: Sequence[list[nn.Parameter]] = list(by_mesh.values())
     if len(groups) < 2:
         return gathered(nn.utils.clip_grad_norm_([p for group in groups for p in group], max_norm))
@@ -156,12 +157,17 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     return norm
 
 
+def _mesh_of(x: Tensor) -> Any:
+    """The mesh of a DTensor; None for other tensors."""
+    return cast(Any, x).device_mesh if is_dtensor(x) else None
+
+
 def norm_of_norms(norms: Iterable[Tensor]) -> Tensor:
     """The norm of all gradients, from the norm () of each; 0 without any. Norms of sharded gradients are DTensors, also
     of several meshes."""
     by_mesh: dict[Any, list[Tensor]] = {}
     for norm in norms:
-        by_mesh.setdefault(getattr(norm, "device_mesh", None), []).append(norm)
+        by_mesh.setdefault(_mesh_of(norm), []).append(norm)
     totals = [gathered(torch.linalg.vector_norm(torch.stack(group))) for group in by_mesh.values()]
     if len(totals) < 2:
         return totals[0] if totals else torch.zeros(())

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.ops.runtime.tensors import dtype_named
 
 ALIGNMENT = 256
 """Bytes to whose multiples tensors in a buffer are aligned."""
@@ -196,7 +197,7 @@ def _mapped(file: int, nbytes: int) -> Tensor:
 def _view(buffer: Tensor, row: Sequence[Any]) -> Tensor:
     """The tensor of a row of the table."""
     _, name, shape, start = row
-    dtype = getattr(torch, name)
+    dtype = dtype_named(name)
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     return buffer[start : start + nbytes].view(dtype).view(shape)
 

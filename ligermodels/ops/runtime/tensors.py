@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -12,6 +12,15 @@ from ligermodels.ops.runtime.dispatch import set_batch_invariant
 
 _VECTOR = 64  # elements; a multiple of what torch computes at a time
 _ONE_THREAD = 2**14  # elements that torch leaves to one thread
+
+
+@overload
+def dtype_named(name: str) -> torch.dtype: ...
+@overload
+def dtype_named(name: str | None) -> torch.dtype | None: ...
+def dtype_named(name: str | None) -> torch.dtype | None:
+    """The dtype of torch with this name, such as "bfloat16"; None for None."""
+    return None if name is None else getattr(torch, name)
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
