@@ -61,7 +61,7 @@ class Source:
         from ligermodels.data.tokenizer import Tokenizer
 
         load_adapter(model, self.adapter)
-        if self.tokenizer == self.adapter:
+        if (self.adapter / "tokenizer.json").is_file():
             last = max(Tokenizer(self.adapter).backend.get_vocab().values(), default=0)
             if last >= model.config.vocab_size:
                 raise ConfigError(

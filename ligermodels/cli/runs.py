@@ -148,7 +148,7 @@ def run(
         from ligermodels.training.preview import check_names
 
         with planned_ranks(flags.gpus):
-            check_names(recipe)
+            check_names(recipe, flags.resumed)
     launch.launch(ctx, flags.gpus, flags.device)
     where |= {"device": options.device_named(flags.device), "console": console()}
 

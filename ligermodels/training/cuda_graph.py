@@ -159,6 +159,7 @@ def _unfit(step: EagerStep, parts: Parts) -> str:
     return ""
 
 
+@torch.no_grad()  # to_local of each tensor would otherwise be an autograd function, milliseconds of each step
 def _state_of(step: EagerStep) -> Any:
     """What a graph takes for constant, beside its inputs: addresses of parameters and states, which parameters are
     trained, settings of the optimizer, whether modules are in training mode, addresses of buffers, and the weights of

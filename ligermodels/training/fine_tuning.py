@@ -51,7 +51,7 @@ def fine_tune(recipe: FineTuningRecipe, out: str | os.PathLike[str], **options: 
         >>> outcome.evaluation.perplexity  # on the validation split
     """
     FineTuningRecipe.check_kind(recipe)
-    check_objective(recipe)
+    check_objective(recipe, Path(out) if options.get("resume") else None)
     return KIND.train(recipe, out, **options)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ligermodels.adapt.lora import lora_disabled, lora_layers
@@ -20,6 +21,7 @@ from ligermodels.training.base import Base
 from ligermodels.training.custom_loss import TOKEN_FIELDS, TokenLossModel, check_given, load_loss, with_loss
 from ligermodels.training.distillation import DistillationModel, load_teacher
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
+from ligermodels.training.folder import RECIPE
 from ligermodels.training.job import BatchSource, Evaluation
 from ligermodels.training.objective_evaluation import evaluate_objective
 from ligermodels.training.objective_losses import PREFERENCE, PreferenceObjective
@@ -69,8 +71,13 @@ def objective_of(recipe: FineTuningRecipe, model: CausalLM) -> Objective:
     return OBJECTIVES[recipe.objective](recipe, model)
 
 
-def check_objective(recipe: FineTuningRecipe) -> None:
+def check_objective(recipe: FineTuningRecipe, resumed: Path | None = None) -> None:
     """Check the settings of an objective, before its model is loaded.
+
+    Args:
+        recipe: the settings.
+        resumed: folder of the run to resume. If there is one in it, settings that a user's loss does not take, which
+            earlier versions accepted, are no error. Default: a new run.
 
     Raises:
         InputError: a setting is out of range, or has no effect.
@@ -82,7 +89,8 @@ def check_objective(recipe: FineTuningRecipe) -> None:
         objective, form = _preference_objective(recipe), recipe.data_form
         if recipe.loss is None:
             check_settings(objective, recipe.objective_options, pairs=form.name == "pairs", kl=form.mismatched)
-        else:  # by its loss type, kto may need no completions of other records
+        elif resumed is None or not (resumed / RECIPE).is_file():
+            # By its loss type, kto may need no completions of other records.
             of_data = ("loss_type",) if SETTINGS_OF[recipe.objective].data.mismatched else ()
             check_given(recipe.loss, [name for name in recipe.objective_options if name not in of_data])
     elif recipe.objective == "grpo":

@@ -121,7 +121,7 @@ def dry_run(
     if out is not None:
         require_usable(folder, resume=resume, overwrite=overwrite)
     with planned_ranks(gpus), ExitStack() as stack:
-        check_names(recipe)
+        check_names(recipe, folder if resume else None)
         checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.keep_checkpoints)
         plan = plan_run(recipe, folder, checkpoints, resume=resume, ranks=Ranks(), console=console, on_meta=True)
         stack.callback(plan.documents.close)
@@ -156,15 +156,19 @@ def dry_run(
         )
 
 
-def check_names(recipe: TrainingRecipe) -> None:
+def check_names(recipe: TrainingRecipe, resumed: Path | None = None) -> None:
     """Check the names of callbacks, trackers, tasks of lm-eval, and losses in a recipe.
+
+    Args:
+        recipe: the settings.
+        resumed: folder of the run to resume: see `check_objective`. Default: a new run.
 
     Raises:
         ConfigError, InputError, BackendError: see `run_job` and `check_objective`.
     """
     named_callbacks(recipe)
     if isinstance(recipe, FineTuningRecipe):
-        check_objective(recipe)
+        check_objective(recipe, resumed)
 
 
 def _on_meta(plan: RunPlan, attention: str) -> tuple[CausalLM, Job]:

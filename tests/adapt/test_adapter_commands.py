@@ -407,6 +407,8 @@ def test_what_is_no_model_is_named(speaker: Path, adapter: Path, heads: Path, tm
         assert "(commands that train heads: --start-from)" in refused(*command.split(), heads, *train)
     with pytest.warns(AdapterWarning, match="lora merge"):
         lm.from_pretrained(both, device="meta")
+    (both / "tokenizer.json").unlink()  # as the warning says, also without a tokenizer
+    ok("lora", "merge", both, both, tmp_path / "merged")
     assert not (tmp_path / "no").exists()
 
 

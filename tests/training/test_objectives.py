@@ -292,11 +292,15 @@ def test_a_loss_that_cannot_be_used_is_an_error(
     ],
 )
 def test_settings_that_a_loss_of_a_user_does_not_take(
-    settings: dict[str, Any], message: str, own: str, base: Path, pairs: Path
+    settings: dict[str, Any], message: str, own: str, base: Path, pairs: Path, tmp_path: Path
 ) -> None:
+    """They are an error, except in a run of an earlier version that resumes."""
     recipe = recipe_for(base, pairs, loss=f"{own}:margin", **settings)
-    with pytest.raises(ConfigError, match=message) if message else nullcontext():
-        check_objective(recipe)
+    for new in (None, tmp_path / "new"):
+        with pytest.raises(ConfigError, match=message) if message else nullcontext():
+            check_objective(recipe, resumed=new)
+    (tmp_path / "recipe.yaml").touch()
+    check_objective(recipe, resumed=tmp_path)
 
 
 @pytest.mark.parametrize(
