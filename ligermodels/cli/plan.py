@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -82,7 +83,7 @@ def plan(
         "--reduce-dtype": reduce_dtype,
     }
     flags += "".join(f" {name} {value}" for name, value in chosen.items() if value)
-    flags += "".join(f" --lora-targets {target}" for target in lora_targets or [])
+    flags += "".join(f" --lora-targets {shlex.quote(target)}" for target in lora_targets or [])
     flags += " --optimizer-in-bwd" * optimizer_in_bwd
     say(f"fastest by the arithmetic: {_command(checkpoint, fastest, flags, gpus, gpus_per_host)}")
     if plans[0].cost.launch_s == plans[0].cost.seconds:
@@ -145,7 +146,8 @@ def _prepare(model: CausalLM, lora_rank: int | None, lora_targets: list[str], qu
 
 
 def _command(checkpoint: str, plan: dict[str, Any], flags: str, gpus: int, gpus_per_host: int) -> str:
-    """The command that trains by a plan."""
+    """The command that trains by a plan, as a shell takes it."""
+    checkpoint = shlex.quote(checkpoint)
     flags = f"--activation-checkpointing {plan['activation_checkpointing']} {flags}"
     flags += f" --micro-batch-tokens {plan['micro_batch_tokens']}"
     if gpus == 1:

@@ -53,7 +53,8 @@ def read_templates(folder: Path, file: str | os.PathLike[str] | None = None) -> 
             sources = _named(_read(path).get("chat_template"), f"{path}: chat_template")
     if not sources:
         raise CheckpointError(
-            f"{shown(folder)}: has no chat template (base models have none): give the file of one, or a name: "
+            f"{shown(folder)}: has no chat template (base models have none): give --chat-template (in Python "
+            f"chat_template), a file or a name: "
             f"{', '.join(BUILT_IN)}"
         )
     if not {DEFAULT, TOOL_USE} & sources.keys():

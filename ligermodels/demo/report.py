@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from itertools import pairwise
 from pathlib import Path
@@ -29,11 +30,11 @@ FILES = {
 }
 NEXT = """
 Next, with these files:
-  ligermodels generate {out}/model --medusa {out}/medusa --prompt "def main("
-  ligermodels generate {out}/joint --medusa {out}/joint --prompt "def main("
-  ligermodels chat {out}/chat
-  ligermodels chat {out}/adapter
-  ligermodels verify {out}/model
+  ligermodels generate {model} --medusa {medusa} --prompt "def main("
+  ligermodels generate {joint} --medusa {joint} --prompt "def main("
+  ligermodels chat {chat}
+  ligermodels chat {adapter}
+  ligermodels verify {model}
 With a real checkpoint (on a GPU) and your texts, lines of {{"text": ...}}:
   ligermodels medusa train meta-llama/Llama-3.2-1B --data texts.jsonl --out heads
   ligermodels medusa eval meta-llama/Llama-3.2-1B heads --data validation.jsonl"""
@@ -97,7 +98,7 @@ def show(folder: Path, results: dict[str, Any]) -> None:
     ]
     show_table(["result", ""], lines)
     if results["fine_tuning"]:
-        say(NEXT.format(out=folder))
+        say(NEXT.format_map({name: shlex.quote(str(folder / name)) for name in FILES}))
 
 
 def _change(joint: dict[str, float]) -> str:

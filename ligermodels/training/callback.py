@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ligermodels.errors import BackendError, ConfigError, InputError, short
+from ligermodels.arguments import nearest
+from ligermodels.errors import BackendError, ConfigError, InputError, short, warn_caller
 from ligermodels.training.import_path import imported
 from ligermodels.training.renamed import warn
 from ligermodels.training.reports import StepMetrics
@@ -56,6 +57,15 @@ class Callback:
 
     stop: bool = False
     """Set it to True in any method to end training after the current step. All ranks must set the same value."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Warn of methods on_... that no run calls: a typing error, or a method of another library's callbacks."""
+        super().__init_subclass__(**options)
+        known = [name for name in vars(Callback) if name.startswith("on_")]
+        for name in sorted(vars(cls)):
+            if name.startswith("on_") and not hasattr(Callback, name):
+                message = f"{cls.__name__}.{name}: is never called; runs call {', '.join(known)}{nearest(name, known)}"
+                warn_caller(message, UserWarning)
 
     def on_step(self, event: Event) -> None:
         """Called after every step, when the GPU may still compute it: reading a tensor of `event.metrics` waits for the

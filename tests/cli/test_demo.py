@@ -42,7 +42,7 @@ TINY_GPU = GpuDemoSettings(
 
 
 def test_demo_does_the_whole_job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "out"
+    folder = tmp_path / "my demo"
     state = torch.random.get_rng_state()
     results = run_demo(folder, TINY)
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -51,7 +51,7 @@ def test_demo_does_the_whole_job(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert results["checks"] == {"decoding with the heads gives the same tokens": True} and results["finished"]
     captured = capfd.readouterr()
     assert str(folder / "medusa-vllm") in captured.out and "stage 2: top-1" in captured.out
-    assert f"ligermodels generate {folder}/model --medusa {folder}/medusa" in captured.err
+    assert f"ligermodels generate '{folder}/model' --medusa '{folder}/medusa'" in captured.err  # for a shell
 
     model = lm.from_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")

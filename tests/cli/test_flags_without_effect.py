@@ -1,6 +1,7 @@
 """Flags that would do nothing beside others are refused; names and flags that a command writes down are complete."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,15 @@ def test_the_command_of_a_plan_trains_in_the_dtype_of_the_plan(tmp_path: Path, s
     result = CliRunner().invoke(app, command.split())
     assert result.exit_code == 0, result.stderr
     assert (f" --dtype {dtype} " in result.stderr) == (dtype != (stored or "float32"))
+
+
+def test_the_command_of_a_plan_is_one_for_a_shell(tmp_path: Path) -> None:
+    """A folder with a space is one word."""
+    folder = tmp_path / "my model"
+    folder.mkdir()
+    (folder / "config.json").write_text(Path("base/config.json").read_text())
+    command = ["plan", str(folder), "--gpus", "2", "--memory", "80GB", "--tokens", "128", "--seq-len", "64"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.stderr
+    printed = result.stderr.split("fastest by the arithmetic: ")[1]
+    assert shlex.split(printed)[:3] == ["ligermodels", "train", str(folder)]

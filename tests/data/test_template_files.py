@@ -74,7 +74,7 @@ def test_where_a_template_is_found(place: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (None, "has no chat template"),
+        (None, r"has no chat template \(base models have none\): give --chat-template"),
         ([{"name": "rag", "template": "x"}], "none is named 'default', only \\['rag'\\]"),
         (5, "must be text, got 5"),
         ("{% for %}", "not a jinja2 template"),

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -331,3 +332,15 @@ def test_settings_added_on_resuming_begin_there(
 def test_settings_without_effect(base: Path, data: Path, change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         recipe_of(base, data, **change)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("on_evaluation", "did you mean 'on_evaluate'?"), ("on_log", "runs call on_")]
+)
+def test_a_method_that_no_run_calls_is_a_warning(name: str, words: str) -> None:
+    with pytest.warns(UserWarning, match=f"Mine.{name}: is never called") as warned:
+        mine = type("Mine", (Callback,), {name: lambda self, event: None, "on_step": lambda self, event: None})
+    assert len(warned) == 1 and words in str(warned[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        type("More", (mine,), {"once": None})  # its methods were named where they are defined
