@@ -165,9 +165,12 @@ def memory_size(text: str) -> int:
     from ligermodels.convert.safetensors_writer import parse_size
 
     try:
-        return parse_size(text)
+        size = parse_size(text)
     except InputError:
         raise typer.BadParameter(f"must be a size such as 80GB, got {text!r}", param_hint="--memory") from None
+    if size < 2**20:
+        raise typer.BadParameter(f"{text!r} is {size:,} bytes; give a unit, as in 80GB", param_hint="--memory")
+    return size
 
 
 def _facts(plan: Any, tokens: int, seq_len: int) -> dict[str, Any]:

@@ -560,7 +560,8 @@ def test_divisors(number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("80GB", 80e9), ("79.5 GiB", 79.5 * GIB), ("141g", 141e9), ("1000", 1000), ("1.5T", 1.5e12)]
+    ("text", "size"),
+    [("80GB", 80e9), ("79.5 GiB", 79.5 * GIB), ("141g", 141e9), ("80000000000", 8e10), ("1.5T", 1.5e12)],
 )
 def test_sizes_of_memory(text: str, size: float) -> None:
     assert memory_size(text) == int(size)
@@ -571,3 +572,5 @@ def test_other_sizes_of_memory(text: str) -> None:
 
     with pytest.raises(typer.BadParameter, match="must be a size such as 80GB"):
         memory_size(text)
+    with pytest.raises(typer.BadParameter, match="'80' is 80 bytes; give a unit, as in 80GB"):
+        memory_size("80")
