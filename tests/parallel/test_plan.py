@@ -530,8 +530,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert refused.exit_code == 1
     assert "no plan fits" in refused.output
     # a config alone, as `train` takes it; bytes for what is no gigabyte
-    refused = CliRunner().invoke(app, ["plan", str(tmp_path / "config.json"), *command[2:5], "1000", *command[6:]])
-    assert "no plan fits" in refused.output and "940 bytes are usable" in refused.output
+    refused = CliRunner().invoke(app, ["plan", str(tmp_path / "config.json"), *command[2:5], "2000000", *command[6:]])
+    assert "no plan fits" in refused.output and "1,880,000 bytes are usable" in refused.output
     uneven = CliRunner().invoke(app, [*command[:2], "--gpus", "12", *command[4:]])
     assert uneven.exit_code == 2 and "--gpus: must be whole hosts of 8" in uneven.output
 
