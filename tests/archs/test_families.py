@@ -118,7 +118,7 @@ def test_greedy_tokens_of_a_padded_batch(pair: Pair, request: pytest.FixtureRequ
         assert torch.equal(alone, wanted[1, 9 : 9 + len(alone)])
 
 
-@of_each_kind
+@of_each_family
 def test_packed_documents_equal_separate_ones(pair: Pair) -> None:
     model = pair[2]
     lengths = [13, 1, 27]
@@ -166,7 +166,7 @@ def test_states_at_every_boundary(pair: Pair) -> None:
         assert not padded.states[mask == 0].any() and not padded.last[mask == 0].any()
 
 
-@of_each_kind
+@of_each_family
 def test_medusa_heads_train_and_decode(pair: Pair) -> None:
     model = pair[2]
     medusa = lm.MedusaModel.from_base(model, num_heads=2)

@@ -142,7 +142,7 @@ def test_a_model_that_is_gathered_at_once_is_whole_in_memory_and_so_are_its_grad
     mixture = on_meta(CONFIGS["qwen3_moe"])
     own = sum(p.nbytes for p in mixture.parameters() if p.ndim < 3)
     assert step_memory(mixture, 1, 64, shard=2, expert=2, fsdp_unit="model").gathered == 2 * own
-    with pytest.raises(ConfigError, match=r"fsdp_unit: .*keep their dtypes"):
+    with pytest.raises(ConfigError, match=r"fsdp_unit: .*keeps its dtype"):
         step_memory(on_meta(CONFIGS["qwen3_5_text"]), 1, 64, shard=2, fsdp_unit="model")
 
 
