@@ -121,8 +121,10 @@ def test_dflash(profile: Any, options: dict[str, Any], target: Path, engines: En
     if window := options.pop("window", None):
         options["layers"] = {**layer_like(base.config, "qwen3", 2), "layer_types": ["sliding_attention"] * 2}
         options["layers"] |= {"sliding_window": window, "use_sliding_window": True}
+    else:
+        options["num_layers"] = 2
     torch.manual_seed(1)
-    model = lm.DFlashModel.from_base(base, DRAFTED + 1, **{"num_layers": 2, **options}, num_anchors=64)
+    model = lm.DFlashModel.from_base(base, DRAFTED + 1, **options, num_anchors=64)
     trained(model, model.head_parameters(), 25)
     first, *others = (mixer.k_norm for mixer in model.head.mixers)
     for norm in others:  # vLLM's grouped norm on the CPU takes the first layer's weight for the context of all layers
