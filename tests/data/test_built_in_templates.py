@@ -51,5 +51,5 @@ def test_a_template_that_ends_turns_with_eos_needs_it(tmp_path: Path) -> None:
     for name in ("alpaca", "mistral", "zephyr"):
         with pytest.raises(InputError, match=f"the chat template {name} ends turns with eos_token"):
             template_named(name, tmp_path).render(CHAT)
-    with pytest.raises(CheckpointError, match=r"give the file of one, or a name: alpaca, chatml, gemma"):
+    with pytest.raises(CheckpointError, match=r"chat_template\), a file or a name: alpaca, chatml, gemma"):
         ChatTemplate.from_folder(tmp_path)
