@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
 
-from ligermodels.integrations.cache_name import NAME, by_either_name, renamed
+from ligermodels.integrations.cache_name import NAME, by_name, renamed
 from ligermodels.integrations.conditions import (
     NoCache,
     check_checkpointing,
@@ -38,7 +38,7 @@ EXTRAS = ("cu_seq_lens_q", "per_layer_inputs", "visual_pos_masks", "deepstack_vi
 """Arguments beside the tokens that the native pass computes with; see `backbone_forward`."""
 
 
-@by_either_name
+@by_name
 def backbone_forward(
     backbone: Any,
     input_ids: Tensor | None = None,

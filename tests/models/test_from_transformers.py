@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,37 @@ def test_what_is_frozen_stays_frozen() -> None:
     with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.q_proj\.weight, .*only some require gradients"):
         lm.from_transformers(hf, consume=True)
     assert all(p.numel() for p in hf.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama-3", "mixtral"])
+def test_wrapping_keeps_frozen_parameters_and_the_attention_backend(name: str) -> None:
+    model = lm.from_transformers(make(name), attention="reference")
+    model.decoder.blocks[1].requires_grad_(False)
+    hf = wrap(model)
+    frozen = {name for name, parameter in hf.named_parameters() if not parameter.requires_grad}
+    assert frozen == {name for name, _ in hf.named_parameters() if name.startswith("model.layers.1.")}
+    for config in (hf.native.config, hf.model.native.layer.config, model.decoder.config):
+        assert {block.mixer.backend for block in config.blocks} == {"reference"}
+    assert {layer.self_attn.native.layer.config.backend for layer in hf.model.layers} == {"reference"}
+
+
+def test_wrapping_names_settings_that_transformers_does_not_have() -> None:
+    """The loss of the native model has losses of its routers, or is an error."""
+    fields: dict[str, Any] = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
+    model, ids = lm.from_transformers(make("mixtral", **fields)).train(), batch()["input_ids"]
+    wanted = model(ids, labels=ids).loss
+    model.activation_checkpointing = "full"
+    with pytest.warns(UserWarning, match="wrap: activation_checkpointing of the native model changes nothing"):
+        hf = wrap(model)
+    assert_close(hf(ids, labels=ids).loss, wanted, rtol=1e-4, atol=0)
+    for call in (lambda: model(ids, labels=ids), lambda: model.log_probs(ids, ids)):
+        with pytest.raises(InputError, match="labels: losses of the routers"):
+            call()
+    model.config = dataclasses.replace(model.config, router_aux_loss_coef=0.0)
+    assert model(ids, labels=ids).loss < wanted and model.log_probs(ids, ids).log_probs.shape == ids.shape
+    model.router_z_loss_coef = 0.1
+    with pytest.raises(InputError, match=r"labels: .*model.router_z_loss_coef = 0"):
+        model(ids, labels=ids)
 
 
 def peaks(found: Any) -> None:
