@@ -109,6 +109,13 @@ def test_wrapping_keeps_generation_settings_and_refuses_what_transformers_does_n
         wrap(composed)
 
 
+def test_adapters_are_named() -> None:
+    hf = make("llama-3")
+    hf.peft_config = {"default": None}  # of a PEFT model, or of transformers' add_adapter
+    with pytest.raises(CheckpointError, match="the model has adapters; merge them first"):
+        lm.from_transformers(hf)
+
+
 def test_what_is_frozen_stays_frozen() -> None:
     hf = make("llama-3")
     hf.model.embed_tokens.requires_grad_(False)
