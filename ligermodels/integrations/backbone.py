@@ -20,7 +20,7 @@ from ligermodels.integrations.conditions import (
     runs_natively,
     text_config,
 )
-from ligermodels.integrations.decoder import AddedFeatures, split_positions
+from ligermodels.integrations.decoder import AddedFeatures, check_batch_invariant, split_positions
 from ligermodels.integrations.inputs import (
     Inputs,
     Padding,
@@ -79,7 +79,9 @@ def backbone_forward(
 
     Raises:
         InputError: an argument has a wrong type, dtype or shape.
+        BackendError: under `ops.set_batch_invariant`.
     """
+    check_batch_invariant()
     inputs: Inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
     extras = {name: kwargs.pop(name, None) for name in EXTRAS}
     _check(backbone, inputs, attention_mask, past_key_values, extras["cu_seq_lens_q"])

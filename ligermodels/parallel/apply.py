@@ -17,6 +17,7 @@ from ligermodels.layers.modules import modules_of
 from ligermodels.layers.sharding import is_tensor_parallel
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import Decoder
+from ligermodels.models.native import check_own_modules
 from ligermodels.parallel.expert import check_expert_parallel, expert_parallel, mixtures
 from ligermodels.parallel.fsdp import check_one_unit, fsdp
 from ligermodels.parallel.plan import ParallelPlan
@@ -65,6 +66,8 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
     before = parallelism_of(model)
     plan = plan or (before.plan if before else ParallelPlan())
     decoders = _decoders(model)
+    for decoder in decoders:
+        check_own_modules(decoder, "parallelize")
     _check(model, decoders, plan, before)
     _join_for(model)
     degrees = plan.degrees(world_size())

@@ -4,6 +4,7 @@ import copy
 import ctypes
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ligermodels as lm
-from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels import ops
+from ligermodels.errors import BackendError, CheckpointError, ConfigError, InputError
 from ligermodels.integrations import wrap
 
 
@@ -208,6 +210,27 @@ def test_a_model_is_wrapped_once_and_needs_its_transformers_model_native() -> No
         model(ids)
     lm.nativize(hf)
     assert_close(model(ids).logits, wanted)
+
+
+def test_what_changes_native_layers_is_an_error_of_a_wrapped_model() -> None:
+    model, ids = lm.from_transformers(make("llama-3")), batch()["input_ids"]
+    hf = wrap(model)
+    calls: dict[str, Callable[[], Any]] = {
+        "add_lora": lambda: lm.add_lora(model, r=2),
+        "quantize": lambda: lm.quantize(model, "int4"),
+        "float8": lambda: lm.float8(model),
+        "parallelize": lambda: lm.parallelize(model),
+        "Eagle3Model": lambda: lm.Eagle3Model.from_base(model),
+        "DFlashModel": lambda: lm.DFlashModel.from_base(model),
+    }
+    for name, call in calls.items():
+        with pytest.raises(InputError, match=f"^{name}: this model computes by the modules of the transformers model"):
+            call()
+    with ops.set_batch_invariant(True):
+        for call in (lambda: model(ids), lambda: hf(ids), lambda: hf.generate(ids, max_new_tokens=1)):
+            with pytest.raises(BackendError, match="batch_invariant: a model of transformers has no"):
+                call()
+    assert torch.equal(model(ids).logits, hf(ids).logits)
 
 
 def test_medusa_heads_on_a_wrapped_model_decode_as_it_does() -> None:
