@@ -184,26 +184,16 @@ def mixes_tokens(modules: Iterable[nn.Module]) -> bool:
 
 
 def layer_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Forward of a transformers layer: called with (x, `ForwardContext`, state) the native `Block`, else the class's
-    own forward."""
-    return _native_or_class(module, args, kwargs)
-
-
-def mixer_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Forward of a token mixer: called with (x, `ForwardContext`, state) the native mixer, else the class's own
-    forward."""
-    return _native_or_class(module, args, kwargs)
+    """Forward of a transformers layer or token mixer: called with (x, `ForwardContext`, state) the native `Block` or
+    mixer, else the class's own forward."""
+    if len(args) > 1 and isinstance(args[1], ForwardContext):
+        return native_of(module).layer(*args)
+    return type(module).forward(module, *args, **kwargs)
 
 
 def native_forward(module: nn.Module, *args: Any) -> Any:
     """Forward of a convolution or gated norm within a mixer."""
     return native_of(module).layer(*args) if is_as_composed(module) else type(module).forward(module, *args)
-
-
-def _native_or_class(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if len(args) > 1 and isinstance(args[1], ForwardContext):
-        return native_of(module).layer(*args)
-    return type(module).forward(module, *args, **kwargs)
 
 
 def first_of(output: Any) -> Tensor:
