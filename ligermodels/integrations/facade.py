@@ -19,6 +19,7 @@ from ligermodels.convert.source_checkpoint import SourceCheckpoint, headless
 from ligermodels.errors import CheckpointWarning, ConfigError, InputError
 from ligermodels.integrations.decoder import HFDecoder
 from ligermodels.integrations.in_place import nativize, nativize_as
+from ligermodels.integrations.modules import has_hooks
 from ligermodels.integrations.settings import changed_setting
 from ligermodels.layers.lm_head import scaled_logits
 from ligermodels.models.causal_lm import CausalLM
@@ -36,9 +37,9 @@ def wrap(model: CausalLM) -> Any:
     move, memory holds them twice.
 
     A CheckpointWarning says so if the checkpoint has tensors outside the language model, which transformers does not
-    write; a UserWarning, if the model has settings that transformers does not have (`activation_checkpointing`,
-    `batch_invariant`, `router_z_loss_coef`). The routers are transformers': losses and log-probabilities of `model` are
-    an InputError while losses of its routers have a weight.
+    write; a UserWarning, if the model has hooks on its modules, which are left out, or settings that transformers does
+    not have (`activation_checkpointing`, `batch_invariant`, `router_z_loss_coef`). The routers are transformers':
+    losses and log-probabilities of `model` are an InputError while losses of its routers have a weight.
 
     Raises:
         ConfigError: the model was composed by hand, or its config has been changed since it was composed from its
@@ -111,9 +112,11 @@ def _warn_of_extra(source: SourceCheckpoint | None) -> None:
 
 def _warn_of_settings(model: CausalLM) -> None:
     settings = {"activation_checkpointing": "none", "batch_invariant": False, "router_z_loss_coef": 0}
-    if kept := [name for name, default in settings.items() if getattr(model, name) != default]:
+    kept = [name for name, default in settings.items() if getattr(model, name) != default]
+    kept += ["hooks"] * has_hooks((*model.decoder.modules(), *model.head.modules()))
+    if kept:
         warnings.warn(
-            f"wrap: {' and '.join(kept)} of the native model changes nothing in the transformers model; it has its own "
+            f"wrap: the transformers model does not get {' and '.join(kept)} of the native model; use its own, such as "
             "gradient_checkpointing_enable()",
             stacklevel=3,
         )
