@@ -245,9 +245,10 @@ def check_tree_options(options: Mapping[str, Any], function: Callable[..., Any])
 
 
 def warn_of_greedy(given: Mapping[str, Any]) -> None:
-    """UserWarning if `given` options of a call shape the distribution to sample from, and decoding is greedy."""
+    """UserWarning if `given` options of a call are for sampling, and decoding is greedy."""
     shaping = {name: given.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
     unused = [f"{name} = {short(x)}" for name, x in shaping.items() if x not in (None, 0, GENERATION[name])]
+    unused += ["generator"] if given.get("generator") is not None else []
     if unused:
         message = f"generate: {', '.join(unused)}: without effect in greedy decoding; give do_sample=True to sample"
         warnings.warn(message, UserWarning, stacklevel=4)
