@@ -94,7 +94,7 @@ def read_labelled(fields: Mapping[str, Any]) -> tuple[list[Labelled], list[str]]
         *prompt, completion = _turns(fields, turns)
         record = _completion(fields, prompt, [completion])
     elif question is not None and "completion" not in given:
-        known = {*_LABELLED, *question.required, *question.optional, ALL_QUESTIONS[question]}
+        known = {*_LABELLED, *question.required, *question.optional}
         chat = cast("Chat", record_of({each: value for each, value in given.items() if each not in LABELS})[0])
         *prompt, completion = chat[0]
         record = _completion(fields, prompt, [completion])

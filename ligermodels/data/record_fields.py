@@ -35,17 +35,17 @@ CONVERSATIONS = Format(("conversations",))
 COMPLETION = Format(("prompt", "completion"), (*OF_CHATS, FINISH))
 TEXT = Format(("text",), (FINISH,))
 
-QUESTIONS = {
+QUESTIONS: dict[Format, str | None] = {
     Format(("instruction", "output"), ("input", "history", *OF_CHATS)): "input",
     Format(("instruction", "response"), ("context", "history", *OF_CHATS)): "context",
-    Format(("query", "response"), ("history", *OF_CHATS)): "",
-    Format(("question", "answer"), ("history", *OF_CHATS)): "",
+    Format(("query", "response"), ("history", *OF_CHATS)): None,
+    Format(("question", "answer"), ("history", *OF_CHATS)): None,
 }
-"""Formats of a question and its answer, in this order -> name of a field with more of the question: Alpaca's and
-LLaMA-Factory's, Dolly's, ms-swift's, and GSM8K's."""
+"""Formats of a question and its answer, in this order -> name of a field with more of the question, or None:
+Alpaca's and LLaMA-Factory's, Dolly's, ms-swift's, and GSM8K's."""
 
-OTHER_QUESTIONS = {
-    Format((question, answer), ("history", *OF_CHATS)): ""
+OTHER_QUESTIONS: dict[Format, str | None] = {
+    Format((question, answer), ("history", *OF_CHATS)): None
     for question, answer in (
         *(("question", "response"), ("prompt", "response"), ("problem", "solution")),
         *(("problem", "answer"), ("input", "output")),

@@ -190,10 +190,11 @@ def _completion(record: Mapping[str, Any]) -> Completion | Chat:
 
 def _question(record: Mapping[str, Any], form: Format) -> Chat:
     """The question, with more of it below, as a turn of the user, and the answer, after the turns of `history`."""
-    question, answer, more = *form.required, ALL_QUESTIONS[form]
-    for name in (question, answer, more):
+    (question, answer), more = form.required, ALL_QUESTIONS[form]
+    asked = [question] if more is None else [question, more]
+    for name in (*asked, answer):
         _check_type(record.get(name, ""), str, f'"{name}" must be a string')
-    text = "\n".join(filter(None, (record[question], record.get(more))))
+    text = "\n".join(filter(None, map(record.get, asked)))
     problem = '"history" must be a list of pairs, each a question and an answer'
     turns: list[dict[str, Any]] = []
     history = _check_type(decoded(record.get("history")) or [], list, problem)

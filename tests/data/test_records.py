@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from ligermodels.data.lines import LINE_BYTES
-from ligermodels.data.records import Completion, NothingToLearn, parse_line, read_record
+from ligermodels.data.record_fields import Format
+from ligermodels.data.records import ALL_QUESTIONS, Completion, NothingToLearn, parse_line, read_record
 
 USER, ASSISTANT = {"role": "user", "content": "Hi there!"}, {"role": "assistant", "content": "Hello, you?"}
 SYSTEM = {"role": "system", "content": "x"}
@@ -244,6 +245,13 @@ TOOL, DOCUMENT = {"type": "function", "function": {"name": "f"}}, {"title": "a",
 )
 def test_what_goes_to_the_template(fields: dict[str, object], variables: dict[str, object]) -> None:
     assert parse_line(json.dumps(messages(ASSISTANT, **fields)).encode()) == ([USER, ASSISTANT], variables)
+
+
+@pytest.mark.parametrize("form", ALL_QUESTIONS, ids=lambda form: " and ".join(form.required))
+def test_a_column_without_a_name_is_no_part_of_a_question(form: Format) -> None:
+    """pandas writes its index so, in `to_csv`."""
+    record = {"": "7", **dict(zip(form.required, ("Hi there!", "Hello, you?"), strict=True))}
+    assert read_record(json.dumps(record).encode()) == (([USER, ASSISTANT], {}), [""])
 
 
 def test_fields_that_are_not_used_are_named() -> None:
