@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 from ligermodels.convert.input_files import as_path, open_file, shown
 from ligermodels.data import hub_dataset
@@ -101,13 +101,15 @@ def data_files(names: Iterable[str | os.PathLike[str]], say: Say = lambda messag
         say: called with a message before a file is converted or a dataset is downloaded.
 
     Raises:
-        InputError: a file cannot be read, or is of no known kind; the message names the known kinds.
+        InputError: a file or folder cannot be read, or a file is of no known kind; the message names the known kinds.
         HubError: a dataset of the hub cannot be found or reached.
 
     Examples:
         >>> [(file.name, file.has_lines) for file in data_files(["*.jsonl", "book.txt"])]
         [('chats.jsonl', True), ('book.txt', False)]
     """
+    if isinstance(names, str | os.PathLike):
+        raise InputError(f"data: must be a list of names of files, got {names!r}; give [{names!r}]")
     files: list[DataFile] = []
     for source, name in enumerate(names):
         if isinstance(name, str) and name.startswith(hub_dataset.PREFIX):
@@ -142,7 +144,7 @@ def _paths(path: Path, say: Say) -> list[Path]:
 
 def _files_in(folder: Path, say: Say) -> list[Path]:
     """The files of known kinds in a folder and its folders, in order of their paths; hidden ones are left out."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    found = sorted(path for path in _paths_in(folder) if path.is_file())
     visible = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     known = [path for path in visible if _is_known(path)]
     if not known:
@@ -151,6 +153,23 @@ def _files_in(folder: Path, say: Say) -> list[Path]:
     if others := [path for path in visible if path not in known]:
         warnings.warn(f"{shown(folder)}: not read as data: {_listed(others, folder)}", stacklevel=2)
     return known
+
+
+def _paths_in(folder: Path) -> Iterator[Path]:
+    """The files in a folder and its folders. Links to folders are followed; of several paths to a folder the first one
+    counts."""
+
+    def refuse(error: OSError) -> NoReturn:
+        raise InputError(f"{shown(error.filename)}: cannot be read: {error.strerror or error}") from None
+
+    seen = set[str]()
+    for path, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        folders.sort()
+        if (real := os.path.realpath(path)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        yield from (Path(path, name) for name in names)
 
 
 def _listed(paths: Sequence[Path], folder: Path) -> str:

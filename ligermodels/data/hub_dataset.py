@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -85,7 +86,8 @@ def lines_of(name: str, say: Callable[[str], object] = lambda message: None) -> 
         HubError: there is no such dataset, or it cannot be reached and is not in the cache.
     """
     dataset = HubDataset.named(name)
-    file = re.sub(r"[^\w.+-]", "-", name)
+    # With a digest: "hf:a/b/c" and "hf:a/b:c" are two datasets.
+    file = re.sub(r"[^\w.+-]", "-", f"{name}-{hashlib.sha256(name.encode()).hexdigest()[:12]}")
     try:
         with explained(dataset.repo, None):
             commit = HfApi().dataset_info(dataset.repo, timeout=20).sha

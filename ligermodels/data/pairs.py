@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from ligermodels.data.record_fields import EMPTY, FINISH, OF_CHATS, REFUSED, check_refused, label_of
-from ligermodels.data.records import ALL_QUESTIONS, Chat, NothingToLearn, Record, record_of
+from ligermodels.data.records import ALL_QUESTIONS, Chat, Completion, NothingToLearn, Record, record_of
 
 SIDES = {"chosen": ("chosen",), "rejected": ("rejected", "rejected_response", "rejected_messages")}
 """Sides of a pair -> fields that hold them: TRL's, then ms-swift's, whose chosen answer is the last message."""
@@ -175,7 +175,10 @@ def _prompt(fields: Mapping[str, Any]) -> str | list[Any] | None:
 def _completion(fields: Mapping[str, Any], prompt: Any, completion: Any) -> Record:
     """The record of a prompt and a completion, with the other fields of a chat."""
     others = {name: value for name, value in fields.items() if name in (*OF_CHATS, FINISH)}
-    return record_of({**others, "prompt": prompt, "completion": completion})[0]
+    record = record_of({**others, "prompt": prompt, "completion": completion})[0]
+    if isinstance(record, Completion) and not record.completion:
+        raise NothingToLearn("a completion is empty")
+    return record
 
 
 def _common_text(chosen: str, rejected: str) -> tuple[str, str, str]:

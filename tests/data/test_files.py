@@ -297,6 +297,40 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
         Corpus([tmp_path / "empty"])
 
 
+def test_linked_folders_are_read_once(tmp_path: Path) -> None:
+    for name in ("d/a.jsonl", "elsewhere/b.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text('{"text": "a"}')
+    for link in ("d/more", "d/again", "elsewhere/loop"):
+        (tmp_path / link).symlink_to(tmp_path / ("d" if link.endswith("loop") else "elsewhere"))
+    assert [file.name for file in data_files([tmp_path / "d"])] == [f"{tmp_path}/d/{name}" for name in LINKED]
+
+
+LINKED = ("a.jsonl", "again/b.jsonl")
+
+
+def test_a_folder_within_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "d" / "closed").mkdir(parents=True)
+    (tmp_path / "d" / "a.jsonl").write_text('{"text": "a"}')
+    scandir = os.scandir
+
+    def refusing(path: Any) -> Any:
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(InputError, match=r"d/closed: cannot be read: Permission denied"):
+        data_files([tmp_path / "d"])
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_names_are_a_list(tmp_path: Path, kind: Any) -> None:
+    """A text would be read letter by letter: "/" is a folder with all files."""
+    with pytest.raises(InputError, match=r"data: must be a list of names of files, got .*; give \["):
+        Corpus(kind(tmp_path / "a.jsonl"))
+
+
 @pytest.mark.parametrize(("name", "kind"), [("a.jsonl", Corpus), ("a.csv", Corpus), ("a.txt", StreamedCorpus)])
 def test_a_file_without_documents_is_named(tmp_path: Path, name: str, kind: type[Corpus]) -> None:
     (tmp_path / name).write_text("text\n" if name == "a.csv" else "")

@@ -86,6 +86,14 @@ def test_rows_are_fetched_once_for_a_commit(hub: dict[str, str]) -> None:
         texts("hf:owner/name:test")
 
 
+def test_datasets_with_similar_names_are_apart_in_the_cache(hub: dict[str, str]) -> None:
+    """A configuration and a split of the same name."""
+    assert texts("hf:owner/name:test") == ["t"]
+    hub.clear()  # the hub cannot be reached
+    with pytest.raises(HubError, match="no route"):
+        texts("hf:owner/name/test")
+
+
 def test_rows_of_another_version_are_not_used(hub: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as context:
         context.setattr(converted, "VERSION", converted.VERSION - 1)
