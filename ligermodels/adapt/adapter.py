@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.adapt.adapter_config import adapter_config
-from ligermodels.adapt.adapter_layers import adapter_of_file
+from ligermodels.adapt.adapter_layers import adapted_paths, adapter_of_file
 from ligermodels.adapt.expert_files import check_expert_format, converted, expert_mappings
 from ligermodels.adapt.lora import AnyLoRA, Model, check_adaptable, insert, require_lora
 from ligermodels.adapt.saved_modules import module_paths, saved_values, set_modules, stored_vocab_size, written_modules
@@ -233,6 +233,7 @@ def rewrite_adapter(
     check_adaptable(model, "rewrite_adapter")
     with open_adapter(hub.resolve_adapter(adapter)) as (config, checkpoint):
         headers = checkpoint.headers
+        adapted_paths(headers)  # raises an error without A and B
         adapted = (header.dtype for name, header in headers.items() if ".lora_" in name or TOKEN_ROWS.fullmatch(name))
         stored = functools.reduce(torch.promote_types, adapted)
         updates, form, modules = adapter_of_file(model, config, checkpoint, dtype or stored)
