@@ -110,7 +110,7 @@ def is_record(value: Mapping[str, Any]) -> bool:
     return (
         value.keys() >= {"chosen", "rejected"}
         or "prompt" in value
-        or any(value.keys() >= set(form.required) for form in FORMATS)
+        or any(value.keys() >= set(form.required) for form in (*FORMATS, *OTHER_QUESTIONS))
     )
 
 

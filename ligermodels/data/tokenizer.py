@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -97,10 +98,19 @@ class Tokenizer:
     @property
     def added_tokens(self) -> tuple[list[int], list[int]]:
         """The special tokens that the tokenizer adds before a text (usually a BOS), and after it."""
-        encoding = self.backend.encode("a")
-        added = [bool(special) for special in encoding.special_tokens_mask]  # 0 for special tokens of the text itself
-        start, end = added.index(False), len(added) - added[::-1].index(False)
-        return encoding.ids[:start], encoding.ids[end:]
+        for text in self._texts_with_tokens():
+            with suppress(Exception):  # no token is for unknown letters; the library raises nothing narrower
+                encoding = self.backend.encode(text)
+                added = list(map(bool, encoding.special_tokens_mask))  # 0 for special tokens of the text itself
+                if False in added:
+                    start, end = added.index(False), len(added) - added[::-1].index(False)
+                    return encoding.ids[:start], encoding.ids[end:]
+        return [], []
+
+    def _texts_with_tokens(self) -> Iterator[str]:
+        """Texts of which most have tokens: a vocabulary may lack letters (DNA)."""
+        yield "a"
+        yield from self.backend.get_vocab()
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of `text`, and the span [start, end) of each token, in characters.

@@ -17,6 +17,7 @@ from ligermodels.data import json_files
 from ligermodels.data.corpus import Corpus
 from ligermodels.data.files import data_files
 from ligermodels.data.json_files import parquet_lines
+from ligermodels.data.record_fields import FORMATS, OTHER_QUESTIONS, Format
 from ligermodels.data.records import read_record
 from ligermodels.data.streaming import StreamedCorpus
 from ligermodels.errors import InputError
@@ -229,6 +230,15 @@ def test_files_that_are_not_understood_are_errors(
         Corpus([tmp_path / name])
     assert str(raised.value).count(str(tmp_path / name)) == 1
     assert not list(cache.glob("data/*")) and not list(cache.glob("data/.*.partial"))
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("form", [*FORMATS, *OTHER_QUESTIONS], ids=lambda form: " and ".join(form.required))
+def test_one_record_with_a_list_of_objects_is_a_record(tmp_path: Path, form: Format, indent: int | None) -> None:
+    record = {**dict.fromkeys(form.required, "a"), "tests": [{"input": 1}]}
+    (tmp_path / "a.json").write_text(json.dumps(record, indent=indent))
+    corpus = Corpus([tmp_path / "a.json"])
+    assert [json.loads(corpus.read(i)[0]) for i in range(len(corpus))] == [record]
 
 
 def test_a_table_without_a_header_is_no_text(tmp_path: Path) -> None:
