@@ -97,7 +97,8 @@ def write_more_rows(folder: Path, target: Path, *, used: int, size: int, vocab_s
 
 
 def zero_rows(folder: Path, vocab_size: int, rows: Collection[int]) -> list[int]:
-    """Those of `rows` that are zero in all embeddings of a checkpoint: the base model was not trained on these tokens.
+    """Those of `rows` that are there, and zero in all embeddings of a checkpoint: the base model was not trained on
+    these tokens.
 
     Args:
         folder: folder of the checkpoint.
@@ -112,6 +113,7 @@ def zero_rows(folder: Path, vocab_size: int, rows: Collection[int]) -> list[int]
         largest = {
             row: max(float(checkpoint.read_slice(name, row * n, n).float().abs().max()) for name, n in widths.items())
             for row in (rows if widths else ())
+            if row < vocab_size
         }
     return [row for row, value in largest.items() if value <= ZERO]
 

@@ -18,6 +18,7 @@ from zoo import LLAMA, make_checkpoint
 import ligermodels as lm
 from ligermodels.adapt.adapter import rewrite_adapter
 from ligermodels.convert.config_json import read_json
+from ligermodels.convert.more_rows import zero_rows
 from ligermodels.data.chat import ChatTemplate
 from ligermodels.data.new_tokens import with_tokens
 from ligermodels.data.template_files import missing_tokens
@@ -274,6 +275,11 @@ def test_embeddings_that_the_base_model_left_at_zero(tmp_path: Path, chats: Path
         Base.find(recipe_of(tmp_path / "base", chats, **rows, chat_template="llama3"))
         Base.find(recipe_of(tmp_path / "base", chats, chat_template="llama3"))
         Base.find(recipe_of(tmp_path / "base", chats, lora_rank=2, chat_template="alpaca"))
+
+
+def test_a_token_without_a_row_is_not_at_zero(tmp_path: Path) -> None:
+    used = make_base(tmp_path)
+    assert zero_rows(tmp_path, used, [0, used, used + 10**6]) == []
 
 
 def test_a_run_with_new_tokens_resumes(tmp_path: Path, chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
