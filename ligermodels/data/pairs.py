@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from ligermodels.data.record_fields import EMPTY, FINISH, OF_CHATS, REFUSED, check_refused, label_of
+from ligermodels.data.record_fields import EMPTY, OF_CHATS, OPTIONAL, REFUSED, check_refused, label_of
 from ligermodels.data.records import ALL_QUESTIONS, Chat, Completion, NothingToLearn, Record, record_of
 
 SIDES = {"chosen": ("chosen",), "rejected": ("rejected", "rejected_response", "rejected_messages")}
@@ -20,7 +20,7 @@ TURNS = ("messages", "conversations")
 LABELS = ("label", "kto_tag")
 """Fields that say whether a completion is desirable: TRL's, and LLaMA-Factory's."""
 
-_SHARED = {"prompt", *TURNS, *OF_CHATS, FINISH}
+_SHARED = {"prompt", *TURNS, *OPTIONAL}
 _PAIR = {*_SHARED, *QUESTIONS, *(name for names in SIDES.values() for name in names)}
 _LABELLED = {*_SHARED, *LABELS, "completion"}
 
@@ -174,7 +174,7 @@ def _prompt(fields: Mapping[str, Any]) -> str | list[Any] | None:
 
 def _completion(fields: Mapping[str, Any], prompt: Any, completion: Any) -> Record:
     """The record of a prompt and a completion, with the other fields of a chat."""
-    others = {name: value for name, value in fields.items() if name in (*OF_CHATS, FINISH)}
+    others = {name: value for name, value in fields.items() if name in OPTIONAL}
     record = record_of({**others, "prompt": prompt, "completion": completion})[0]
     if isinstance(record, Completion) and not record.completion:
         raise NothingToLearn("a completion is empty")

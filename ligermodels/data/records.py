@@ -183,8 +183,6 @@ def _completion(record: Mapping[str, Any]) -> Completion | Chat:
             raise ValueError('"completion" is a list of turns, and "prompt" is a text; give the prompt as turns too')
         case _:
             raise ValueError('"prompt" and "completion" must be texts or lists of turns')
-    if is_cut(record) and completion and isinstance(completion[-1], dict):
-        completion = [*completion[:-1], {**completion[-1], FINISH: record[FINISH]}]
     return _chat([*prompt, *completion], record, untrained=len(prompt))
 
 
@@ -239,6 +237,10 @@ def _chat(turns: Any, record: Mapping[str, Any], *, from_sharegpt: bool = False,
         raise NothingToLearn("the assistant does not say a word in the chat")
     if all("weight" in message for message in answers):
         raise NothingToLearn("no turn of the assistant is trained on")
+    if is_cut(record):
+        if messages[-1]["role"] != "assistant":
+            raise ValueError(f'"{FINISH}" is "length", and the last turn is not the assistant\'s')
+        messages[-1] = {**messages[-1], FINISH: record[FINISH]}
     return _alternating(messages), _variables(record)
 
 
