@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
 from ligermodels.convert.input_files import as_path, open_file, shown
 from ligermodels.data import hub_dataset
@@ -101,7 +101,7 @@ def data_files(names: Iterable[str | os.PathLike[str]], say: Say = lambda messag
         say: called with a message before a file is converted or a dataset is downloaded.
 
     Raises:
-        InputError: a file or folder cannot be read, or a file is of no known kind; the message names the known kinds.
+        InputError: a file cannot be read, or is of no known kind; the message names the known kinds.
         HubError: a dataset of the hub cannot be found or reached.
 
     Examples:
@@ -145,31 +145,29 @@ def _paths(path: Path, say: Say) -> list[Path]:
 def _files_in(folder: Path, say: Say) -> list[Path]:
     """The files of known kinds in a folder and its folders, in order of their paths; hidden ones are left out."""
     found = sorted(path for path in _paths_in(folder) if path.is_file())
-    visible = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    known = [path for path in visible if _is_known(path)]
+    known = [path for path in found if _is_known(path)]
     if not known:
         raise InputError(f"{shown(folder)}: has no file of a known kind, which are {KNOWN}")
     say(f"{shown(folder)}: read as data: {_listed(known, folder)}")
-    if others := [path for path in visible if path not in known]:
+    if others := [path for path in found if not _is_known(path)]:
         warnings.warn(f"{shown(folder)}: not read as data: {_listed(others, folder)}", stacklevel=2)
     return known
 
 
 def _paths_in(folder: Path) -> Iterator[Path]:
-    """The files in a folder and its folders. Links to folders are followed; of several paths to a folder the first one
-    counts."""
+    """The files in a folder and its folders, without hidden ones. Links to folders are followed; of several paths to a
+    folder the first one counts. Warns of folders that cannot be read."""
 
-    def refuse(error: OSError) -> NoReturn:
-        raise InputError(f"{shown(error.filename)}: cannot be read: {error.strerror or error}") from None
+    def warn(error: OSError) -> None:
+        warnings.warn(f"{shown(error.filename)}: not read as data: {error.strerror or error}", stacklevel=2)
 
     seen = set[str]()
-    for path, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        folders.sort()
-        if (real := os.path.realpath(path)) in seen:
-            folders.clear()
-            continue
+    for path, folders, names in os.walk(folder, onerror=warn, followlinks=True):
+        real = os.path.realpath(path)
+        folders[:] = [] if real in seen else sorted(name for name in folders if not name.startswith("."))
+        if real not in seen:
+            yield from (Path(path, name) for name in names if not name.startswith("."))
         seen.add(real)
-        yield from (Path(path, name) for name in names)
 
 
 def _listed(paths: Sequence[Path], folder: Path) -> str:
