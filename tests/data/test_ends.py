@@ -119,6 +119,12 @@ def test_ends_of_a_tokenizer_without_most_letters(tmp_path: Path, model: Any) ->
     add_ends(tokenizer, "<s>", "</s>")
     documents = Documents(Corpus([data(tmp_path, {"text": "G"})]), tokenizer, eos_token_id=3)
     assert [tokens.ids for tokens in documents.read([0]) if tokens] == [[2, 1, 3]]
+    if isinstance(model, tokenizers.models.WordLevel):  # BPE leaves other letters out
+        for encode in (tokenizer.encode, tokenizer.encode_with_offsets):
+            with pytest.raises(InputError, match=rf"the tokenizer in {tmp_path} cannot encode it: .*Missing \[UNK\]"):
+                encode("T")
+    with pytest.raises(InputError, match="texts: must be a list of texts, got a str; encode takes a single text"):
+        tokenizer.encode_all("GC")
 
 
 @pytest.mark.parametrize("adds", [False, True], ids=["plain", "adds both ends"])
