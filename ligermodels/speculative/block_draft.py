@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
@@ -232,7 +233,7 @@ class BlockDraftModel(DraftHeadModel):
         weights = loss_options.pop("token_weights", None)
         if weights is not None:
             weights = blocks.after(batch.layout.packing.take(weights).flatten(), 1)
-        return self._loss(row, blocks, weights, num_items_in_batch, **loss_options)
+        return self._loss(batch, row, blocks, weights, num_items_in_batch, **loss_options)
 
     def _row(self, batch: PreparedBatch, own: Tensor | None) -> _Row:
         """The batch as one row, with the states of the base model. `own`: its labels (T,), in place of its ids."""
@@ -280,6 +281,7 @@ class BlockDraftModel(DraftHeadModel):
 
     def _loss(
         self,
+        batch: PreparedBatch,
         row: _Row,
         blocks: Blocks,
         token_weights: Tensor | None,
@@ -317,7 +319,8 @@ class BlockDraftModel(DraftHeadModel):
         fields = {"loss": total, "head_losses": losses, "confidence_loss": confidence, **_accepted(found, mask)}
         if torch.is_grad_enabled():
             return MultiHeadOutput(counts=blocks.counts, **fields)
-        return MultiHeadOutput.of_ranks(found.ranks.T[:, None], **fields)
+        ranks = blocks.at_anchors(found.ranks, len(row.ids)).unflatten(1, cast(Any, batch.targets).values.shape[1:])
+        return MultiHeadOutput.of_ranks(torch.stack([batch.layout.packing.restore(x, -1) for x in ranks]), **fields)
 
     def _count_targets(self, labels: Tensor, first: int, bounds: tuple[Tensor | None, ...]) -> Tensor:
         """The targets of each slot, (K,), of the blocks that `forward` samples for the labels; `first` is not used."""
@@ -330,6 +333,16 @@ class BlockDraftModel(DraftHeadModel):
         following = torch.stack([shift_labels(rows, each, layout.cu_seqlens) for each in ahead])
         options = self.training_options
         return sample_blocks(labels, following, layout.packing, options.num_anchors, options.seed).counts
+
+    @contextmanager
+    def scoring_every_token(self) -> Iterator[None]:
+        """Context in which each token with a target, and with a label of its own, starts a block."""
+        options = self.training_options
+        self.training_options = replace(options, num_anchors=2**31 - 1)
+        try:
+            yield
+        finally:
+            self.training_options = options
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Literal, cast, overload
 
@@ -90,6 +91,10 @@ class MultiHeadModel(RefusesForeignNames, RefusesDropout):
             InputError: these heads cannot draft such a tree.
         """
         raise NotImplementedError
+
+    def scoring_every_token(self) -> AbstractContextManager[None]:
+        """Context in which the heads are scored on all tokens of a batch, for those that sample some of them."""
+        return nullcontext()
 
     def save_whole(
         self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False

@@ -421,7 +421,7 @@ def test_padding_masked_labels_and_normalisers(kind: str) -> None:
         rows = model.num_targets(labels_long)
     assert scored.ranks.shape == (BLOCK, 1, 11) and (scored.ranks >= 0).sum((1, 2)).tolist() == rows.tolist()
     better = (logits[1, 5] > logits[1, 5, long[0, 7]]).sum()
-    assert scored.ranks[1, 0, 1] == better  # the second anchor is token 5
+    assert scored.ranks[1, 0, 5] == better and scored.ranks[1, 0, :4].max() == -1  # the first anchor is token 4
     token_weights = torch.rand(1, 11, dtype=torch.float64)
     weighted = model(long, labels=labels_long, token_weights=token_weights)
     assert not torch.equal(weighted.head_losses, scored.head_losses)
