@@ -166,7 +166,7 @@ PLAIN = (bool, int, float, str, list, tuple, dict)
 
 def _changes(name: str, value: Any) -> bool:
     """Whether the value of an option that is not implemented has an effect; empty values have none."""
-    neutral = 1 if name == "num_return_sequences" else INSTEAD.get(name, (None,))[0]
+    neutral = 1 if name == "num_return_sequences" else INSTEAD.get(name, (False,))[0]
     if value is None:
         return False
     return not isinstance(value, PLAIN) or value not in (neutral, "", [], (), {})
@@ -226,7 +226,8 @@ def _check_implemented(file: str, fields: Mapping[str, Any], *, samples: bool, c
 
 
 def check_tree_options(options: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
-    """`options` for tree decoding by `function`, without neutral values of options that it does not have.
+    """`options` for tree decoding by `function`: without None values, as in `without_none`, and without neutral values
+    of options that it does not have.
 
     Raises InputError for other options of transformers' `generate`, and TypeError for unknown options.
     """
@@ -236,10 +237,11 @@ def check_tree_options(options: Mapping[str, Any], function: Callable[..., Any])
             "draft: the generate of draft heads decodes with these heads; leave it out, or use base.generate"
         )
     check_names("generate", options, (*own, *OPTIONS, *INSTEAD, *UNUSED))
+    options = without_none(options)
     rest = {name: value for name, value in options.items() if name not in own}
     penalty = {"repetition_penalty"}  # the caller checks it
-    effective, _ = check_options(without_none(rest), "generate")
-    if unsupported := sorted(effective.keys() - penalty):
+    effective, _ = check_options(rest, "generate")
+    if unsupported := sorted(name for name in effective.keys() - penalty if _changes(name, effective[name])):
         raise InputError(f"{unsupported[0]}: tree decoding does not have it; use base.generate, or leave it out")
     return {name: value for name, value in options.items() if name not in rest or name in penalty & effective.keys()}
 

@@ -30,13 +30,14 @@ from ligermodels.layers.targets import per_item, shift_labels
 from ligermodels.layers.tokens import token_layout
 from ligermodels.models.capture import boundaries_of
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.families import family_of
 from ligermodels.models.inputs import check_boundaries
 from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.ops import block_context_attention
 from ligermodels.ops.attention.block_context import context_starts
 from ligermodels.ops.loss.token_losses import check_mean_weights
-from ligermodels.ops.runtime.checks import check_plain
+from ligermodels.ops.runtime.checks import check_plain, check_same_tokens
 from ligermodels.speculative import block_formats as formats
 from ligermodels.speculative.block_drafter import BlockDrafter
 from ligermodels.speculative.block_head import KINDS, BlockDraftConfig, BlockHead, Drafted
@@ -185,7 +186,7 @@ class BlockDraftModel(DraftHeadModel):
             raise InputError("num_layers: has no effect beside layers, whose num_hidden_layers counts; leave it out")
         check_layers("layers", layers, KINDS)
         if boundaries is None:
-            count = int(layers.get("num_hidden_layers", NUM_LAYERS))
+            count = len(family_of(layers).decoder_config(layers).blocks)
             boundaries = boundaries_of(default_layer_ids(count, len(target.blocks)))
         else:
             boundaries = check_boundaries("boundaries", boundaries, len(target.blocks))
@@ -328,6 +329,7 @@ class BlockDraftModel(DraftHeadModel):
         if labels.ndim != 2:
             raise InputError(f"labels: must be (batch, tokens), got shape {tuple(labels.shape)}")
         shape, (position_ids, cu_seqlens, mask) = (labels.shape[0], labels.shape[1]), bounds
+        check_same_tokens(labels, attention_mask=mask)
         layout = token_layout(shape, attention_mask=mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
         rows, ahead = layout.packing.take(labels, IGNORE_INDEX), range(1, 1 + self.num_heads)
         following = torch.stack([shift_labels(rows, each, layout.cu_seqlens) for each in ahead])

@@ -2,16 +2,19 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from named_exports import export_named
+from safetensors.torch import load_file, save_file
 from zoo import CONFIGS
 
 import ligermodels as lm
-from ligermodels.errors import ConfigError, InputError
+from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.speculative.draft_layer import layer_like
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
@@ -115,6 +118,25 @@ def test_a_repetition_penalty_of_none_is_not_given(base: lm.CausalLM) -> None:
         heads.generate(IDS, 2, repetition_penalty="a")
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "samples": {"num_return_sequences": None}, "max_length": {"max_length": None}, "do_sample": {"do_sample": None},
+    "temperature": {"do_sample": True, "temperature": None}, "processors": {"logits_processor": []},
+    "criteria": {"stopping_criteria": []}, "strings": {"stop_strings": []}, "routing": {"return_routing": False},
+    "batches": {"batch_invariant": False}, "graphs": {"cuda_graph": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_without_a_value_are_not_given(base: lm.CausalLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for the model alone: None is the checkpoint's value, and an empty list or False changes nothing."""
+    stored = {"max_length": 7, "temperature": 1e-4, "pad_token_id": 0}
+    monkeypatch.setattr(base, "export_spec", replace(base.require_export_spec(), generation_config=stored))
+    heads, options = lm.MedusaModel.from_base(base, 2), OPTIONS[name]
+    wanted = base.generate(IDS, 3)  # what a temperature of nearly 0 samples too
+    for generate in (base.generate, heads.generate, partial(base.generate, draft=heads)):
+        assert torch.equal(generate(IDS, **options), wanted)
+
+
 # -- stage 2 -----------------------------------------------------------------------------------------------------------
 
 
@@ -124,12 +146,57 @@ def test_arguments_of_joint_training_have_an_effect() -> None:
         JointMedusa(medusa, medusa.base)
     with pytest.raises(InputError, match=r"^reference: has 50 tokens, and the base model 131$"):
         JointMedusa(medusa, lm.from_config({**LLAMA, "vocab_size": 50}))
+    with pytest.raises(InputError, match=r"^place: must be 'device' or 'cpu_offload', got 'cpu'"):
+        frozen_copy(medusa.base, "cpu")  # type: ignore[arg-type]
     joint = JointMedusa(medusa, frozen_copy(medusa.base))
+    with pytest.raises(InputError, match=r"^labels: the joint loss needs them"):
+        joint(IDS, labels=None)
     for value in (-1, "a", None, float("nan")):
         with pytest.raises(InputError, match=r"^heads_loss_weight: must be a number of at least 0, got "):
             joint(IDS, labels=IDS, heads_loss_weight=value)
     weighted = (joint(IDS, labels=IDS, heads_loss_weight=weight).loss for weight in (0.5, torch.tensor(0.5)))
     assert torch.equal(*weighted)
+
+
+# -- the caller's objects ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+def test_a_head_keeps_its_own_config_of_layers(base: lm.CausalLM, kind: str, tmp_path: Path) -> None:
+    layers = layer_like(base.config, "qwen3") | {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
+    if kind == "eagle":
+        heads: Any = lm.Eagle3Model.from_base(base, layer=layers)
+    else:
+        heads = lm.DFlashModel.from_base(base, 3, layers=layers)
+    layers["rope_parameters"]["rope_theta"], layers["num_attention_heads"] = 7.0, 1
+    heads.save_pretrained(tmp_path)
+    again = type(heads).from_pretrained(base, tmp_path)
+    assert again.config.decoder == heads.config.decoder and torch.equal(again(IDS).logits, heads(IDS).logits)
+
+
+def test_a_base_model_stays_trainable_where_heads_do_not_load(tmp_path: Path) -> None:
+    base = lm.from_config(LLAMA)
+    lm.MedusaModel(base, 2).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"^own_lm_heads: must be True or False, got 'no'"):
+        lm.MedusaModel.from_pretrained(base, tmp_path, own_lm_heads="no")  # type: ignore[arg-type]
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {"blocks.1.layers.0.weight": torch.zeros(3, 3)}, file)
+    with pytest.raises(CheckpointError, match="wrong shape"):
+        lm.MedusaModel.from_pretrained(base, tmp_path)
+    assert all(parameter.requires_grad for parameter in base.parameters())
+
+
+def test_new_heads_are_cast_one_by_one() -> None:
+    """In float32 all of them would take twice the memory of the heads in bfloat16."""
+    made: list[Any] = []
+
+    class Watched(lm.MedusaModel):
+        def _new_head(self, lm_head_state: Any) -> Any:
+            assert {x.dtype for head in made for x in head.parameters()} <= {torch.bfloat16}
+            made.append(super()._new_head(lm_head_state))
+            return made[-1]
+
+    assert Watched(lm.from_config(LLAMA, dtype=torch.bfloat16), 3).num_heads == len(made)
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
@@ -138,6 +205,29 @@ def test_arguments_of_joint_training_have_an_effect() -> None:
 def test_a_layer_that_no_step_reaches_is_an_error(base: lm.CausalLM) -> None:
     with pytest.raises(InputError, match=r"^num_steps: 2 steps do not reach all of 3 layers"):
         lm.MTPModel.from_base(base, 2, num_layers=3)
+
+
+def test_layers_that_name_no_number_are_as_many_as_the_head_has(base: lm.CausalLM) -> None:
+    layers = layer_like(base.config, "qwen3")
+    del layers["num_hidden_layers"]  # 32 of Qwen3 by default
+    deep = lm.from_config({**LLAMA, "num_hidden_layers": 40})
+    heads = lm.DFlashModel.from_base(deep, 3, layers=layers)
+    assert len(heads.head.layers) == len(heads.config.boundaries) == 32
+    with pytest.raises(ConfigError, match="num_hidden_layers"):
+        lm.DFlashModel.from_base(base, 3, layers={**layers, "num_hidden_layers": "2x"})
+
+
+def test_a_mask_of_another_shape_counts_no_targets(base: lm.CausalLM) -> None:
+    for kind in ("dflash", "medusa"):
+        with pytest.raises(InputError, match=r"^attention_mask: must have the inputs' shape \(2, 4\), got \(1, 4\)"):
+            HEADS[kind](base).num_targets(IDS, attention_mask=torch.ones(1, 4))
+
+
+def test_the_dtype_of_a_head_alone_is_its_own(tmp_path: Path) -> None:
+    heads = lm.MTPModel.from_base(lm.from_config(LLAMA, dtype=torch.bfloat16), 2)
+    heads.head.float()
+    heads.save_head(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
 
 
 FLAGS: dict[str, tuple[Any, dict[str, Any], str]] = {
