@@ -15,6 +15,7 @@ from zoo import CONFIGS
 
 import ligermodels as lm
 from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.speculative import block_formats, eagle3_formats
 from ligermodels.speculative.draft_layer import layer_like
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
@@ -250,6 +251,28 @@ FILES: dict[str, tuple[str, dict[str, Any], str]] = {
     "eagle, layers": ("eagle", {"eagle_aux_hidden_state_layer_ids": "x"}, "eagle_aux_hidden_state_layer_ids: must be"),
     "dspark, flag": ("dspark", {"enable_confidence_head": "no"}, "enable_confidence_head: must be True or False"),
     "dspark, anchor": ("dspark", {"sample_from_anchor": "no"}, "sample_from_anchor: no is not implemented"),
+    "eagle, serving": ("eagle", {"speculators_config": 5}, "speculators_config: must be an object, got 5"),
+    "eagle, steps": (
+        "eagle",
+        {"speculators_config": {"proposal_methods": [{"speculative_tokens": 5000}]}},
+        "speculative_tokens: must be at most 1,000, got 5000",
+    ),
+    "eagle, decay": ("eagle", {"step_loss_decay": "x"}, "step_loss_decay: must be a number of at least 0, got 'x'"),
+    "dflash, types": (
+        "dflash",
+        {"transformer_layer_config": {"model_type": "qwen3", "layer_types": 5}},
+        "layer_types: must be a list of names, got 5",
+    ),
+    "dflash, layers": (
+        "dflash",
+        {"transformer_layer_config": {"model_type": "qwen3", "num_hidden_layers": "x"}},
+        "config.json: field 'num_hidden_layers' must be a whole number above 0, got 'x'",
+    ),
+    "dspark, windows": (
+        "dspark",
+        {"transformer_layer_config": {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": None}},
+        "max_window_layers: must be a whole",
+    ),
     "dflash, token": ("dflash", {"mask_token_id": 500}, "mask_token_id: must be at most 130, got 500"),
 }
 
@@ -264,6 +287,27 @@ def test_bad_values_in_files_name_the_folder_and_the_field(base: lm.CausalLM, ca
     with pytest.raises(ConfigError) as raised:
         type(heads).from_pretrained(base, tmp_path)
     assert str(raised.value).startswith(f"{tmp_path}: {message}")
+
+
+@pytest.mark.parametrize("formats", [eagle3_formats, block_formats])
+def test_facts_about_a_bad_config_are_an_error_that_names_the_field(formats: Any) -> None:
+    for fields, name in (
+        ({"speculators_config": [1]}, "speculators_config"),
+        ({"speculators_config": {"verifier": "x"}}, "speculators_config.verifier"),
+        ({"transformer_layer_config": 5}, "transformer_layer_config"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{name}: must be an object, got "):
+            formats.facts_of(fields)
+    for methods in (5, [], ["x"], {"x": 1}):
+        assert formats.facts_of({"speculators_config": {"proposal_methods": methods}})["base_model"] is None
+    with pytest.raises(ConfigError, match=r"^dflash_config: must be an object, got \['x'\]"):
+        block_formats.facts_of({"dflash_config": ["x"]})
+
+
+@pytest.mark.parametrize("d2t", [torch.tensor(0), torch.zeros(2, 2).long(), torch.tensor([0.0, 1.5])])
+def test_offsets_of_draft_tokens_are_whole_numbers(d2t: torch.Tensor) -> None:
+    with pytest.raises(CheckpointError, match=r"^d2t: must be whole numbers \(n,\), got torch."):
+        DraftVocabulary.from_tables(d2t, None, 9)
 
 
 @pytest.mark.parametrize(("kind", "profile"), [("eagle", "specforge"), ("dflash", "z-lab"), ("dspark", "deepspec")])
