@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.convert.config_json import read_json
-from ligermodels.convert.json_values import as_object, is_int, object_field
+from ligermodels.convert.json_values import as_object, is_int, is_list_of, object_field
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError, short, warn_caller
 from ligermodels.layers.initialization import persistent_tensors
@@ -119,8 +119,8 @@ def stored_layers(stored: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def read_ids(name: str, ids: Any) -> tuple[int, ...]:
     """A list of ids of layers; ConfigError for another value of the field `name`."""
-    if not isinstance(ids, list) or not all(is_int(each) for each in ids):
-        raise ConfigError(f"{name}: must be a list of whole numbers, got {short(ids)}")
+    if not ids or not is_list_of(ids, is_int):
+        raise ConfigError(f"{name}: must be a list of whole numbers, at least one, got {short(ids)}")
     return tuple(ids)
 
 

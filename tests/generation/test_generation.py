@@ -21,6 +21,7 @@ from zoo import CONFIGS
 import ligermodels as lm
 from ligermodels.errors import InputError
 from ligermodels.generation import DecodingState, generate, graph, sample, sample_with_log_probs, stream
+from ligermodels.generation.eval_mode import evaluating
 from ligermodels.generation.generate import until_eos
 from ligermodels.generation.sampling import warp
 from ligermodels.layers import KVCache, LayerConfig, TreeTokens
@@ -238,6 +239,21 @@ def test_training_flags_come_back(model: Toy, fails: bool) -> None:
     else:
         assert not fails and not out.is_inference()
     assert [module.training for module in model.modules()] == flags
+
+
+@pytest.mark.parametrize("inner_first", [False, True])
+def test_contexts_of_a_model_and_of_a_model_inside_it_overlap(model: Toy, inner_first: bool) -> None:
+    """As of `evaluate_heads` and of `base.generate` in two threads: eval mode lasts until the last of them ends."""
+    heads = nn.ModuleList([model, nn.Linear(2, 2)]).train()
+    model.qkv[0].eval()
+    flags = [module.training for module in heads.modules()]
+    first, last = (evaluating(each) for each in ((model, heads) if inner_first else (heads, model)))
+    first.__enter__()
+    last.__enter__()
+    first.__exit__(None, None, None)
+    assert not any(module.training for module in model.modules()) and heads[1].training is not inner_first
+    last.__exit__(None, None, None)
+    assert [module.training for module in heads.modules()] == flags
 
 
 BAD_CALLS: list[tuple[dict[str, Any], str]] = [

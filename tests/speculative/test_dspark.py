@@ -28,6 +28,7 @@ from ligermodels.speculative.draft_layer import layer_like
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.load import load_multi_head
 from ligermodels.speculative.tree import Tree, chain
+from ligermodels.speculative.verify import verify_heads
 
 ALL = {**CONFIGS, **MIXTURES}
 TARGET: dict[str, Any] = {
@@ -821,6 +822,8 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="speculators_model_type: 'peagle' heads are not implemented"):
         (tmp_path / "p").mkdir(), (tmp_path / "p" / "config.json").write_text('{"speculators_model_type": "peagle"}')
         load_multi_head(base, tmp_path / "p")
+    with pytest.raises(ConfigError, match="speculators_model_type: 'peagle' heads are not implemented"):
+        verify_heads(tmp_path / "p", TARGET)
     with pytest.warns(ConfigWarning, match="sample_from_anchor is missing"):
         load("speculators", {"sample_from_anchor": ...})
     different = r"different layers, as boundaries: dflash_config.target_layer_ids \[0, 3\], target_layer_ids \[0, 2\]"

@@ -62,6 +62,14 @@ def test_heads_in_float32_on_a_model_in_bfloat16(kind: str) -> None:
     assert sampled.shape == (2, 10)
 
 
+@pytest.mark.parametrize("kind", [*HEADS, "dflash, causal"])
+def test_heads_decode_under_autocast(base: lm.CausalLM, kind: str) -> None:
+    heads = HEADS[kind](base) if kind in HEADS else lm.DFlashModel.from_base(base, **SMALL, causal=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for options in ({}, {"do_sample": True}):
+            assert heads.generate(IDS, 6, pad_token_id=0, **options).shape == (2, 10)
+
+
 # -- torch's default device --------------------------------------------------------------------------------------------
 
 
@@ -249,6 +257,11 @@ def test_flags_are_true_or_false(base: lm.CausalLM, name: str) -> None:
 FILES: dict[str, tuple[str, dict[str, Any], str]] = {
     "eagle, flag": ("eagle", {"norm_before_residual": "no"}, "norm_before_residual: must be True or False, got 'no'"),
     "eagle, layers": ("eagle", {"eagle_aux_hidden_state_layer_ids": "x"}, "eagle_aux_hidden_state_layer_ids: must be"),
+    "eagle, no layers": (
+        "eagle",
+        {"eagle_aux_hidden_state_layer_ids": []},
+        "eagle_aux_hidden_state_layer_ids: must be a list of whole numbers, at least one, got []",
+    ),
     "dspark, flag": ("dspark", {"enable_confidence_head": "no"}, "enable_confidence_head: must be True or False"),
     "dspark, anchor": ("dspark", {"sample_from_anchor": "no"}, "sample_from_anchor: no is not implemented"),
     "eagle, serving": ("eagle", {"speculators_config": 5}, "speculators_config: must be an object, got 5"),
