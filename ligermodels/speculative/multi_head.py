@@ -33,7 +33,7 @@ from ligermodels.speculative.tree import DynamicTree, Tree, chain
 class MultiHeadModel(RefusesForeignNames, RefusesDropout):
     """Base class of models with K draft heads. Head i (from 0) at position t predicts token t + 2 + i.
 
-    Subclasses (`MedusaModel`, `MTPModel`) implement the methods that raise NotImplementedError here.
+    Subclasses implement the methods that raise NotImplementedError here.
 
     Attributes:
         base: the base model.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -23,7 +24,7 @@ from ligermodels.errors import InputError
 from ligermodels.generation import DecodingState, generate, graph, sample, sample_with_log_probs, stream
 from ligermodels.generation.eval_mode import evaluating
 from ligermodels.generation.generate import until_eos
-from ligermodels.generation.sampling import warp
+from ligermodels.generation.sampling import penalise_repetition, warp
 from ligermodels.layers import KVCache, LayerConfig, TreeTokens
 from ligermodels.speculative.acceptance import Typical
 from ligermodels.speculative.decoding import TreeStep, speculative_generate
@@ -349,6 +350,17 @@ def test_warp_equals_transformers(
     torch.testing.assert_close(warped, expected, rtol=0, atol=0)
     assert logits.equal(given)
     assert warp(logits.bfloat16(), temperature=temperature).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_repetition_penalty_is_that_of_transformers(dtype: torch.dtype) -> None:
+    """In float32: in 16 bits a lowered logit would often equal another one, which then is the first of two."""
+    logits = (3 * torch.randn(64, 41)).to(dtype)
+    text, lengths = torch.randint(0, 41, (64, 9)), torch.arange(64) % 9 + 1
+    penalised = penalise_repetition(logits, text, lengths, penalty=1.13)
+    rule, rows = RepetitionPenaltyLogitsProcessor(1.13), range(len(text))
+    expected = torch.cat([rule(text[row : row + 1, : lengths[row]], logits[row : row + 1].float()) for row in rows])
+    assert torch.equal(penalised, expected) and penalised.dtype == torch.float32
 
 
 def test_sample_draws_from_the_warped_distribution() -> None:
