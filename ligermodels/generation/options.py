@@ -108,7 +108,9 @@ GENERATION: dict[str, Any] = {
 UNUSED = frozenset({"bos_token_id", "transformers_version", "_from_model_config", "_commit_hash"})
 """Fields of a `GenerationConfig` without effect here; `bos_token_id` is for empty prompts, which are an error."""
 
-NONE_COUNTS = frozenset({"eos_token_id", "pad_token_id", "top_k", "top_p", "min_p"})
+NONE_COUNTS = frozenset(
+    {"eos_token_id", "pad_token_id", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+)
 """Arguments for which None is a value: it turns off the checkpoint's setting."""
 
 OPTIONS = frozenset(

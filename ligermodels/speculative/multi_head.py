@@ -380,7 +380,7 @@ class MultiHeadModel(RefusesForeignNames, RefusesDropout):
         if max_new_tokens is None and options.get("max_length") is None:
             max_new_tokens = generation_defaults.get("max_new_tokens")
         penalty = options.pop("repetition_penalty", generation_defaults.get("repetition_penalty", 1.0))
-        if penalty != 1.0:
+        if penalty not in (None, 1.0):
             raise InputError(
                 f"repetition_penalty: tree decoding does not support it, and the checkpoint or the call sets "
                 f"{penalty}; give repetition_penalty=1.0 to decode without a penalty"

@@ -15,6 +15,7 @@ from zoo import CONFIGS
 
 import ligermodels as lm
 from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.generation import sample_with_log_probs
 from ligermodels.speculative import block_formats, eagle3_formats
 from ligermodels.speculative.draft_layer import layer_like
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
@@ -129,7 +130,7 @@ def test_a_repetition_penalty_of_none_is_not_given(base: lm.CausalLM) -> None:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "samples": {"num_return_sequences": None}, "max_length": {"max_length": None}, "do_sample": {"do_sample": None},
-    "temperature": {"do_sample": True, "temperature": None}, "processors": {"logits_processor": []},
+    "sampling": {"do_sample": True}, "processors": {"logits_processor": []},
     "criteria": {"stopping_criteria": []}, "strings": {"stop_strings": []}, "routing": {"return_routing": False},
     "batches": {"batch_invariant": False}, "graphs": {"cuda_graph": None},
 }  # fmt: skip
@@ -144,6 +145,20 @@ def test_options_without_a_value_are_not_given(base: lm.CausalLM, name: str, mon
     wanted = base.generate(IDS, 3)  # what a temperature of nearly 0 samples too
     for generate in (base.generate, heads.generate, partial(base.generate, draft=heads)):
         assert torch.equal(generate(IDS, **options), wanted)
+
+
+@torch.no_grad()
+def test_none_turns_the_checkpoints_temperature_and_penalty_off(
+    base: lm.CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = {"max_length": 30, "do_sample": True, "temperature": 1e-4, "repetition_penalty": 2.0, "pad_token_id": 0}
+    monkeypatch.setattr(base, "export_spec", replace(base.require_export_spec(), generation_config=stored))
+    heads = lm.MedusaModel.from_base(base, 2)
+    given: dict[str, Any] = {"do_sample": True, "temperature": None, "repetition_penalty": None}
+    for generate in (base.generate, heads.generate, partial(base.generate, draft=heads)):
+        samples = {tuple(generate(IDS[:1], **given)[0].tolist()) for _ in range(3)}
+        assert len(samples) == 3
+    assert sample_with_log_probs(base, IDS, 2, temperature=None, repetition_penalty=None)[1].shape == (2, 2)
 
 
 # -- stage 2 -----------------------------------------------------------------------------------------------------------
