@@ -322,7 +322,7 @@ class MTPModel(MultiHeadModel):
             layout.format.fields[0]: layout.num_layers,
             "hidden_size": base.config.hidden_size,
             "vocab_size": base.config.vocab_size,
-            "dtype": str(base.dtype).removeprefix("torch."),
+            "dtype": str(next(self.head.parameters()).dtype).removeprefix("torch."),
         }
         config = {name: value for name, value in config.items() if value is not None}
         tensors, ranks = layout.weight_map.export(state), Ranks(state.values())
