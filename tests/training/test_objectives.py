@@ -228,6 +228,22 @@ def flat(log_probs):
 def number(log_probs):
     return 0.5
 
+def wide(log_probs):
+    return -log_probs.mean(), {"wide": log_probs.sum(1)}
+
+def word(log_probs):
+    return -log_probs.mean(), {"word": "good"}
+
+def taken(log_probs):
+    return -log_probs.mean(), {"loss": 1.0}
+
+calls = 0
+
+def sometimes(log_probs):
+    global calls
+    calls += 1
+    return -log_probs.mean(), {"first": 1.0} if calls == 1 else {"later": torch.tensor(2)}
+
 constant = 3
 """
 
@@ -259,6 +275,13 @@ def test_a_loss_of_a_user(own: str, base: Path, pairs: Path, data: Path, tmp_pat
     assert np.array(metrics(tmp_path / "margin", "validation_own")) * 0.1 == pytest.approx(margins, rel=1e-4)
 
 
+def test_metrics_of_some_micro_batches(own: str, base: Path, pairs: Path, tmp_path: Path) -> None:
+    """They are means over the micro-batches that have them."""
+    recipe = recipe_for(base, pairs, objective="orpo", loss=f"{own}:sometimes", validation_fraction=0, steps=2)
+    fine_tune(recipe, tmp_path / "out")
+    assert metrics(tmp_path / "out", "first") == [1.0] and metrics(tmp_path / "out", "later") == [2.0, 2.0]
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
@@ -271,6 +294,9 @@ def test_a_loss_of_a_user(own: str, base: Path, pairs: Path, data: Path, tmp_pat
         ("{own}:detached", "returns a loss without a gradient"),
         ("{own}:flat", r"must return a loss for each item, \(\d+,\), or their mean"),
         ("{own}:number", "must return a tensor"),
+        ("{own}:wide", r"the metric 'wide' must be a number, or one for each item, \((\d+),\); got shape \(\d+,\)"),
+        ("{own}:word", r"the metric 'word' must be a number, .*; got 'good'"),
+        ("{own}:taken", "returns a metric 'loss', a name of the run's own; give it another name"),
     ],
 )
 def test_a_loss_that_cannot_be_used_is_an_error(
