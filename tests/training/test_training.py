@@ -76,10 +76,12 @@ def test_schedule_rises_to_one_and_falls_to_the_minimum() -> None:
     assert rates[7] == pytest.approx(2.0 * 0.55)  # half-way between 1 and the minimum
     assert rates[11:] == pytest.approx([0.2] * 3)
     assert all(a > b for a, b in pairwise(rates[3:12]))
-    with pytest.raises(InputError, match="warmup_steps=5"):
+    with pytest.raises(InputError, match="warmup_steps: must be at most 4, got 5"):
         warmup_cosine(optimizer, 4, warmup_steps=5)
     with pytest.warns(DeprecationWarning, match="warmup_steps="):
         assert warmup_cosine(optimizer, 4, **{"warmup": 2}).get_last_lr() == [1.0]
+    with pytest.raises(TypeError, match="'warmup' is the old name of 'warmup_steps'; give one of the two"):
+        warmup_cosine(optimizer, 4, warmup_steps=1, **{"warmup": 2})
 
 
 def test_groups_have_their_own_rates_on_one_way() -> None:
@@ -411,6 +413,18 @@ def test_a_norm_to_clip_to_is_above_zero(norm: float) -> None:
     model = small()
     with pytest.raises(InputError, match="max_grad_norm: must be above 0"):
         train(model, [], steps=1, optimizer=adamw(model.parameters(), 1e-3), max_grad_norm=norm)
+
+
+@pytest.mark.parametrize("name", ["steps", "accumulation_steps", "report_every", "Callback.every"])
+def test_numbers_of_steps_are_whole(name: str) -> None:
+    callback = Callback()
+    options: dict[str, Any] = {"steps": 1, "callbacks": [callback]}
+    if name == "Callback.every":
+        callback.every = 0
+    else:
+        options[name] = 1.5
+    with pytest.raises(InputError, match=f"^{name}: must be a whole number of at least 1"):
+        train(small(), [], optimizer=adamw(small().parameters(), 1e-3), **options)
 
 
 def test_gradients_are_not_touched_without_clipping() -> None:
