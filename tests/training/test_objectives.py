@@ -160,6 +160,18 @@ def test_a_run_resumes_with_the_reference_of_its_start(
     assert not np.array_equal(np.load(other / REFERENCE)["log_probs"], values, equal_nan=True)
 
 
+def test_the_reference_of_random_weights_is_of_their_seed(base: Path, pairs: Path, tmp_path: Path) -> None:
+    """A run that starts over with another seed does not take the log-probabilities of the first one's weights."""
+    config, values = tmp_path / "config", list[Any]()
+    shutil.copytree(base, config, ignore=shutil.ignore_patterns("*.safetensors*"))
+    for seed in (0, 1):
+        recipe = recipe_for(config, pairs, objective="dpo", steps=1, seed=seed)
+        fine_tune(recipe, tmp_path / "out", overwrite=seed > 0)
+        values.append(np.load(tmp_path / "out" / REFERENCE)["log_probs"])
+    assert metrics(tmp_path / "out", "loss") == pytest.approx([math.log(2)], rel=1e-4)
+    assert not np.array_equal(*values, equal_nan=True)
+
+
 def test_distillation(base: Path, data: Path, teacher: Path, tmp_path: Path) -> None:
     """The loss is the divergence of whole distributions, by torch alone; the student becomes the teacher."""
     settings: dict[str, Any] = {"objective": "distill", "teacher": teacher, "max_bad_lines": 1, "temperature": 2.0}
