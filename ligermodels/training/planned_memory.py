@@ -72,8 +72,8 @@ def _reference_bytes(recipe: TrainingRecipe, job: Job) -> int:
 
 
 class _Trainable(nn.Module):
-    """The trainable of a job and its base model, with the attributes of a `CausalLM` that `StepTrace` reads. The records
-    have this `form`."""
+    """The trainable of a job on records of this `form`, and its base model, with the attributes of a `CausalLM` that
+    `StepTrace` reads."""
 
     def __init__(self, trainable: Any, base: CausalLM, form: DataForm) -> None:
         super().__init__()

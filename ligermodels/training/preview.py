@@ -37,7 +37,7 @@ from ligermodels.training.objectives import check_objective
 from ligermodels.training.planned_memory import planned_memory
 from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.rewards import check_reward_fields
-from ligermodels.training.run import JobKind, named_callbacks
+from ligermodels.training.run import JobKind, named_callbacks, on_cpu_by_default
 from ligermodels.training.run_plan import RunPlan, plan_run
 from ligermodels.training.run_state import optimizer_of
 from ligermodels.training.sampling_memory import SamplingMemory, sampling_memory
@@ -85,6 +85,7 @@ class DryRun:
     first_batch: list[list[Span]]
 
 
+@on_cpu_by_default()
 def dry_run(
     recipe: TrainingRecipe,
     out: str | os.PathLike[str] | None = None,

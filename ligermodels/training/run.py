@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
 
+import torch
 import torch.distributed as dist
 
 from ligermodels.convert.input_files import folder_to_write
@@ -33,6 +34,15 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+@contextmanager
+def on_cpu_by_default() -> Iterator[None]:
+    """Context manager in which tensors without a device are on the CPU, also if the caller has another default device
+    (`torch.set_default_device`): a run names the device of its model, and makes data and counts on the CPU."""
+    with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+        yield
+
+
+@on_cpu_by_default()
 def run_job(
     job: JobFactory[R],
     recipe: R,

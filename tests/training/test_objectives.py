@@ -18,7 +18,7 @@ import ligermodels as lm
 from ligermodels.cli import app
 from ligermodels.errors import CheckpointError, ConfigError, GraphWarning, InputError
 from ligermodels.ops.runtime.dispatch import as_recorded
-from ligermodels.training import Console, FineTuningRecipe, FusedAdamW, cuda_graph, fine_tune, reference
+from ligermodels.training import Console, FineTuningRecipe, FusedAdamW, cuda_graph, dry_run, fine_tune, reference
 from ligermodels.training import step as training_step
 from ligermodels.training.cuda_graph import GraphStep, refusal
 from ligermodels.training.example_padding import ExamplePadding
@@ -158,6 +158,21 @@ def test_a_run_resumes_with_the_reference_of_its_start(
     shutil.copytree(tmp_path / "whole", other)
     fine_tune(recipe.changed({"seq_len": 64, "batch_tokens": 512, "micro_batch_tokens": 256}), other, overwrite=True)
     assert not np.array_equal(np.load(other / REFERENCE)["log_probs"], values, equal_nan=True)
+
+
+@pytest.mark.parametrize("settings", [{"optimizer": "muon8bit"}, {"objective": "dpo", "lora_rank": 2}], ids=str)
+def test_another_default_device(settings: dict[str, Any], base: Path, pairs: Path, data: Path, tmp_path: Path) -> None:
+    """Runs make their data and numbers on the CPU; meta stands for a GPU here."""
+    recipe = recipe_for(base, pairs if "objective" in settings else data, steps=2, max_bad_lines=1, **settings)
+    fine_tune(recipe, tmp_path / "plain", device="cpu")
+    torch.set_default_device("meta")
+    try:
+        dry_run(recipe, device="cpu")
+        fine_tune(recipe, tmp_path / "out", device="cpu")
+        assert torch.zeros(()).is_meta
+    finally:
+        torch.set_default_device(None)
+    assert losses(tmp_path / "out") == losses(tmp_path / "plain") and equal_heads(tmp_path / "out", tmp_path / "plain")
 
 
 def test_the_reference_of_random_weights_is_of_their_seed(base: Path, pairs: Path, tmp_path: Path) -> None:
