@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ class Reward:
                 f"reward: {self.path} returned {len(rewards)} rewards for {count} completions; return one for each"
             )
         for number, reward in enumerate(rewards, start=1):
-            if reward is not None and not (isinstance(reward, Real) and abs(reward) <= LARGEST):
+            if reward is not None and not (isinstance(reward, Real) and abs(cast(Any, reward)) <= LARGEST):
                 raise InputError(
                     f"reward: {self.path} returned {short(reward)} for completion {number} of {count}; return a finite "
                     "number of float32, or None where the function does not apply"

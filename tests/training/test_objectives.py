@@ -316,6 +316,7 @@ def test_metrics_of_some_micro_batches(own: str, base: Path, pairs: Path, tmp_pa
         ("no_such_module:f", "there is no module 'no_such_module'"),
         ("{own}_broken:f", "importing .*_broken failed: RuntimeError: no"),
         ("{own}:nothing", "nothing does not exist in"),
+        ("sys:nothing", "sys:nothing: nothing does not exist in sys"),  # a module without a file
         ("{own}:constant", ":constant: is not a function"),
         ("{own}:asks", "has a parameter 'advantages'; it is called by name with log_probs, mask, "),
         ("{own}:detached", "returns a loss without a gradient"),
