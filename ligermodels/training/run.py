@@ -200,6 +200,7 @@ def _train(
             is_stopped = stop.should_stop()
             if not is_stopped:
                 callbacks.evaluate_last(step)
+                is_stopped = stop.should_stop()  # a signal abandons the evaluation
         if is_stopped:
             return Outcome(step, plan.steps, stopped=True), arrived.is_ctrl_c
         return _finish(step, callbacks, state), False
