@@ -56,7 +56,7 @@ class Metrics:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
-        """Write `values` at `step`: numbers, or lists of numbers. JSON has no NaN and no infinity: they are null in lists,
+        """Write `values` at `step`: numbers, or lists of numbers. NaN and infinity are no JSON: they are null in lists,
         else left out."""
         if self._file is None:
             return
