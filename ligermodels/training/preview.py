@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ligermodels.arguments import check_flag
 from ligermodels.convert.ranks import Ranks
 from ligermodels.data.batches import Batch
 from ligermodels.data.encoding import Tokens
@@ -117,6 +118,8 @@ def dry_run(
         >>> run = dry_run(FineTuningRecipe(base="Qwen/Qwen2.5-0.5B-Instruct", data="chats.jsonl"))
         >>> run.plan.steps, run.epoch.targets, run.memory.total
     """
+    for flag, value in (("resume", resume), ("overwrite", overwrite)):
+        check_flag(flag, value)
     folder, console = Path(out or os.devnull), console or Console()
     device = rank_device_type() if device is None else device
     if out is not None:
