@@ -46,4 +46,4 @@ def test_ranks_hear_of_checkpoints_together(base: Path, data: Path, tmp_path: Pa
     in_ranks(2, saves, tmp_path, base, data)
     heard = [json.loads((tmp_path / f"heard-{rank}.json").read_text()) for rank in range(2)]
     assert heard[0] == heard[1] and [step for step, _ in heard[0]] == [6, 12]
-    assert 6 < heard[0][0][1]
+    assert heard[0][0][1] > 6
