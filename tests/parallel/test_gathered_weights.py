@@ -1,0 +1,54 @@
+"""Weights that go out of a sharded model, and into it, after a forward pass that no backward pass follows: FSDP2 has
+then gathered some of them."""
+
+from pathlib import Path
+from unittest import mock
+
+import torch
+from test_parallel import batch, build, whole
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from two_ranks import in_two_ranks
+
+import ligermodels as lm
+from ligermodels.convert import publish
+from ligermodels.layers.initialization import persistent_tensors
+
+
+def weights(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    ids = batch(0)["input_ids"]
+    for name, plan in (("llama-3", lm.ParallelPlan()), ("llama-3.2", lm.ParallelPlan(fsdp_unit="model"))):
+        plain, model = build(name), lm.parallelize(build(name), plan)
+        wanted = plain.hf_state_dict()
+
+        assert model(ids).logits.requires_grad
+        torch.testing.assert_close(model.hf_state_dict(), wanted, rtol=0, atol=0)
+
+        model(ids)
+        with mock.patch.object(publish, "publish") as push:
+            model.push_to_hub("me/model")
+        pushed = push.call_args.args[1].keywords["state"]
+        assert all(isinstance(tensor, DTensor) for tensor in pushed.values())
+        for key, tensor in persistent_tensors(plain).items():
+            assert torch.equal(whole(pushed[key]), tensor)
+
+        model(ids)
+        model.load_hf_state_dict({key: tensor + 1 for key, tensor in wanted.items()})
+        torch.testing.assert_close(model.hf_state_dict(), {key: x + 1 for key, x in wanted.items()}, rtol=0, atol=0)
+
+    # Parameters of heads are in the group of the whole model.
+    both: list[lm.MedusaModel] = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        both.append(lm.MedusaModel.from_base(build("llama-3"), num_heads=2, lm_head="shared"))
+    plain_heads, heads = both
+    lm.parallelize(heads)
+    heads(ids)
+    heads.save_pretrained(folder / "heads")
+    if rank == 0:
+        again = lm.MedusaModel.from_pretrained(build("llama-3"), folder / "heads")
+        torch.testing.assert_close(again.heads.state_dict(), plain_heads.heads.state_dict(), rtol=0, atol=0)
+
+
+def test_after_a_forward_pass(tmp_path: Path) -> None:
+    in_two_ranks(weights, tmp_path)
