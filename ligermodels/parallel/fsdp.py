@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import KeepsDtype, LMHead
 from ligermodels.layers.modules import modules_of
-from ligermodels.layers.sharding import reshard
+from ligermodels.layers.sharding import gather_before_inference, reshard
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import Decoder
 from ligermodels.ops.runtime.tensors import dtype_named
@@ -61,7 +61,7 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
     for root in roots:
         if not isinstance(root, FSDPModule):
             sharder.shard(root)
-            root.register_forward_pre_hook(_gather_before_inference, prepend=True)  # before FSDP2's own
+            root.register_forward_pre_hook(gather_before_inference, prepend=True)  # before FSDP2's own
             root.register_forward_hook(_reshard_without_gradients)
 
 
@@ -188,22 +188,6 @@ def _no_deepcopy(_: Any) -> None:
         "copy.deepcopy: distributed modules are not copied; for a CausalLM that lm.parallelize has distributed, "
         "ligermodels.speculative.joint.frozen_copy(model) returns a frozen copy, distributed by the same plan"
     )
-
-
-def _gather_before_inference(module: nn.Module, _: Any) -> None:
-    """Forward pre-hook of a root: under torch.inference_mode, gather each group once outside of it.
-
-    FSDP2 keeps the tensors of its first gathering for all later ones. As inference tensors they would fail in the next
-    forward pass, without a message that names the cause.
-    """
-    if not torch.is_inference_mode_enabled() or vars(module).get("_is_gathered"):
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.unshard()
-                part.reshard()
-    vars(module)["_is_gathered"] = True
 
 
 def _reshard_without_gradients(module: nn.Module, *_: Any) -> None:
