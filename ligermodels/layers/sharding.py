@@ -193,7 +193,12 @@ def is_fsdp(module: nn.Module) -> bool:
 
 
 def is_sharded(module: ModuleLike) -> bool:
-    """Whether a parameter is a DTensor, or is partitioned by DeepSpeed's ZeRO-3."""
+    """Whether parameters are sharded over ranks, also while FSDP2 has gathered all of them."""
+    return holds_shards(module) or any(map(is_fsdp, module.modules()))
+
+
+def holds_shards(module: ModuleLike) -> bool:
+    """Whether a parameter is a DTensor now, or is partitioned by DeepSpeed's ZeRO-3."""
     return any(is_dtensor(p) or hasattr(p, "ds_id") for p in module.parameters())
 
 

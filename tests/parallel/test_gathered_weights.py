@@ -2,8 +2,10 @@
 then gathered some of them."""
 
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from test_parallel import batch, build, whole
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,7 +14,9 @@ from two_ranks import in_two_ranks
 
 import ligermodels as lm
 from ligermodels.convert import publish
+from ligermodels.errors import InputError
 from ligermodels.layers.initialization import persistent_tensors
+from ligermodels.speculative.joint import frozen_copy
 
 
 def weights(rank: int, folder: Path, mesh: DeviceMesh) -> None:
@@ -48,6 +52,30 @@ def weights(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     if rank == 0:
         again = lm.MedusaModel.from_pretrained(build("llama-3"), folder / "heads")
         torch.testing.assert_close(again.heads.state_dict(), plain_heads.heads.state_dict(), rtol=0, atol=0)
+
+
+def changes(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """A model that is gathered as a whole is still a sharded one."""
+    ids, plan = batch(0)["input_ids"], lm.ParallelPlan(fsdp_unit="model")
+    plain, model = build("llama-3"), lm.parallelize(build("llama-3"), plan)
+    adapted = lm.parallelize(lm.add_lora(build("llama-3"), r=2), plan)
+    calls: dict[str, Any] = {
+        "add_lora": lambda: lm.add_lora(model, r=2),
+        "merge_lora": lambda: lm.merge_lora(adapted),
+        "quantize": lambda: lm.quantize(model, "int4"),
+        "float8": lambda: lm.float8(model),
+    }
+    for name, call in calls.items():
+        model(ids), adapted(ids)
+        with pytest.raises(InputError, match=f"{name}: the model is sharded"):
+            call()
+    model(ids)
+    with torch.no_grad():
+        torch.testing.assert_close(frozen_copy(model)(ids).logits, plain(ids).logits)
+
+
+def test_changes_after_a_forward_pass(tmp_path: Path) -> None:
+    in_two_ranks(changes, tmp_path)
 
 
 def test_after_a_forward_pass(tmp_path: Path) -> None:
