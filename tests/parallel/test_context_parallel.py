@@ -112,6 +112,16 @@ def shared_keys_values(rank: int, folder: Path, mesh: DeviceMesh) -> None:
             check_pass(model, plain, inputs)
 
 
+def whole_chunks(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """Rows of Llama 4's attention chunks, whose ends are padding on a rank; longer ones are refused."""
+    plain, model = (build("llama4_text", attention_chunk_size=30) for _ in range(2))
+    lm.parallelize(model, PLAN)
+    ids = torch.randint(3, 131, (1, 31), generator=torch.Generator().manual_seed(7))
+    check_pass(model, plain, {"input_ids": ids[:, :30], "labels": ids[:, :30]})
+    with pytest.raises(InputError, match=r"chunks of 30 tokens.*got room for 31"):
+        model(ids)
+
+
 def recurrent(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     for i, (name, (mode, sizes)) in enumerate(RECURRENT.items()):
         plan = PLAN.model_copy(update={"activation_checkpointing": mode})
@@ -295,3 +305,7 @@ def test_runs_are_those_of_one_process(base: Path, data: Path, tmp_path: Path) -
 
 def test_shared_keys_and_values(tmp_path: Path) -> None:
     in_ranks(2, shared_keys_values, tmp_path)
+
+
+def test_rows_of_attention_chunks(tmp_path: Path) -> None:
+    in_ranks(2, whole_chunks, tmp_path)
