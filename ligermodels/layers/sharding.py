@@ -231,7 +231,16 @@ def call_gathered(module: nn.Module, function: Callable[..., Result], *args: Any
 
         vars(module)["_call"] = lambda function, *args, **options: function(*args, **options)
         register_fsdp_forward_method(module, "_call")
-    return cast(Callable[..., Result], module._call)(function, *args, **options)
+    try:
+        return cast(Callable[..., Result], module._call)(function, *args, **options)
+    except BaseException:
+        shard_after_error(module)
+        raise
+
+
+def shard_after_error(module: nn.Module) -> None:
+    """Shard a module's parameters again that FSDP2 gathered for a pass that ended with an error."""
+    module.state_dict(keep_vars=True)  # has FSDP2's hooks for it; its `reshard` does nothing within a forward pass
 
 
 def gather_before_inference(module: nn.Module, *_: Any) -> None:

@@ -1,6 +1,7 @@
 """Weights that go out of a sharded model, and into it, after a forward pass that no backward pass follows: FSDP2 has
 then gathered some of them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -72,6 +73,30 @@ def changes(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     model(ids)
     with torch.no_grad():
         torch.testing.assert_close(frozen_copy(model)(ids).logits, plain(ids).logits)
+
+
+def errors(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """An error, which the caller catches, between the backward pass and the step: the next pass has the new weights."""
+    bad = torch.full((2, 13), 9999)
+    calls: list[Callable[[lm.CausalLM], Any]] = [lambda model: model(bad), lambda model: model.log_probs(bad, bad)]
+    for call in calls:
+        losses: list[list[torch.Tensor]] = []
+        for model in (build("llama-3"), lm.parallelize(build("llama-3"))):
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            losses.append([])
+            for i in range(4):
+                losses[-1].append(model(**batch(i)).loss)
+                losses[-1][-1].backward()
+                with pytest.raises(InputError, match="token ids must lie in"), torch.set_grad_enabled(i % 2 == 0):
+                    call(model)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert all(isinstance(p, DTensor) for p in model.parameters()) == (len(losses) == 2)
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+
+
+def test_passes_that_end_with_an_error(tmp_path: Path) -> None:
+    in_two_ranks(errors, tmp_path)
 
 
 def test_changes_after_a_forward_pass(tmp_path: Path) -> None:
