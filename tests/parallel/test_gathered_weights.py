@@ -95,6 +95,39 @@ def errors(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
 
 
+def copies(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """A frozen copy is made from the config: of a model that is not as the config makes it, it is refused."""
+    ids = batch(0)["input_ids"]
+
+    def without_a_block(model: lm.CausalLM) -> None:
+        model.decoder.blocks = model.decoder.blocks[:1]
+
+    def softer(model: lm.CausalLM) -> None:
+        model.decoder.blocks[1].residual_scale = 0.5
+
+    changes: dict[str, Callable[[lm.CausalLM], object]] = {
+        r"update\.lora_A": lambda model: lm.add_lora(model, r=2),
+        r"compute\.codes": lambda model: lm.quantize(model, "int4"),
+        r"decoder\.blocks\.1\.": without_a_block,
+        r"model\.decoder\.blocks\.1\.residual_scale": softer,
+    }
+    for name, change in changes.items():
+        model = build("llama-3")
+        change(model)
+        wanted, before = frozen_copy(model)(ids).logits, frozen_copy(model)
+        lm.parallelize(model)
+        with pytest.raises(InputError, match=f"frozen_copy: .*{name}.*before lm.parallelize, and distribute"):
+            frozen_copy(model)
+        torch.testing.assert_close(lm.parallelize(before)(ids).logits, wanted)
+    model = lm.parallelize(build("llama-3"))
+    model.batch_invariant = True
+    assert frozen_copy(model).batch_invariant
+
+
+def test_frozen_copies(tmp_path: Path) -> None:
+    in_two_ranks(copies, tmp_path)
+
+
 def test_passes_that_end_with_an_error(tmp_path: Path) -> None:
     in_two_ranks(errors, tmp_path)
 
