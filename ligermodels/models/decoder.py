@@ -81,8 +81,8 @@ class Decoder(RefusesDropout):
         self.norm = config.norm.build(config.hidden_size)
         ropes = dict.fromkeys(rope for block in config.blocks for rope in block.ropes)
         self.ropes = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
-        blocks = cast("list[Block]", list(self.blocks))
-        self.has_routers = bool(self.expert_routers) or any(block.mlp_has_extra_output for block in blocks)
+        extra = any(cast(Block, block).mlp_has_extra_output for block in self.blocks)
+        self.has_routers = extra or bool(self.expert_routers)
         if config.dropout:
             self.eval()
 
@@ -94,8 +94,9 @@ class Decoder(RefusesDropout):
     @property
     def expert_routers(self) -> Mapping[int, RouterConfig]:
         """Configs of the routers of mixtures of experts, by the number of the block; empty on a transformers model."""
-        routers = ((number, self._config_of(number).expert_router) for number in range(len(self.blocks)))
-        return {number: router for number, router in routers if router is not None}
+        known = len(self.config.blocks)  # a user's own modules beyond them have no config
+        numbers = [i for i, block in enumerate(self.blocks) if i < known or isinstance(block, Block)]
+        return {i: router for i in numbers if (router := self._config_of(i).expert_router) is not None}
 
     @property
     def activation_checkpointing(self) -> ActivationCheckpointing:
