@@ -81,8 +81,7 @@ class Decoder(RefusesDropout):
         self.norm = config.norm.build(config.hidden_size)
         ropes = dict.fromkeys(rope for block in config.blocks for rope in block.ropes)
         self.ropes = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
-        extra = any(cast(Block, block).mlp_has_extra_output for block in self.blocks)
-        self.has_routers = extra or bool(self.expert_routers)
+        self.has_routers = bool(self.expert_routers) or any(cast(Block, b).mlp_has_extra_output for b in self.blocks)
         if config.dropout:
             self.eval()
 
@@ -96,7 +95,8 @@ class Decoder(RefusesDropout):
         """Configs of the routers of mixtures of experts, by the number of the block; empty on a transformers model."""
         known = len(self.config.blocks)  # a user's own modules beyond them have no config
         numbers = [i for i, block in enumerate(self.blocks) if i < known or isinstance(block, Block)]
-        return {i: router for i in numbers if (router := self._config_of(i).expert_router) is not None}
+        routers = [(i, self._config_of(i).expert_router) for i in numbers]
+        return {i: router for i, router in routers if router is not None}
 
     @property
     def activation_checkpointing(self) -> ActivationCheckpointing:
