@@ -52,11 +52,7 @@ class Tree:
             >>> tree = Tree.from_paths([(0,), (1,), (0, 0)])
             >>> medusa.generate([[1, 5, 9]], max_new_tokens=64, tree=tree)
         """
-        given = list(paths) if isinstance(paths, Iterable) else [paths]
-        for path in given:
-            if not is_sequence(path) or not path or not all(is_whole(rank) and rank >= 0 for rank in path):
-                raise InputError(f"tree path {short(path)} must be one or more ranks, integers from 0 on")
-        node_paths = [tuple(map(int, path)) for path in given]
+        node_paths = [_checked_path(path) for path in (paths if isinstance(paths, Iterable) else [paths])]
         known = set(node_paths)
         for path in node_paths:
             if len(path) > 1 and path[:-1] not in known:
@@ -164,6 +160,12 @@ class DynamicTree:
     def __len__(self) -> int:
         """Number of nodes N, with the root."""
         return min(self.nodes, self.pool) + 1
+
+
+def _checked_path(path: Sequence[int]) -> Path:
+    if not is_sequence(path) or not path or not all(is_whole(rank) and rank >= 0 for rank in path):
+        raise InputError(f"tree path {short(path)} must be one or more ranks, integers from 0 on")
+    return tuple(map(int, path))
 
 
 def require_fixed(tree: Tree | DynamicTree, kind: str) -> None:
