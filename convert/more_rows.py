@@ -65,7 +65,8 @@ def write_more_rows(folder: Path, target: Path, *, used: int, size: int, vocab_s
     Args:
         folder: folder of the checkpoint.
         target: folder to write to.
-        used: number of old tokens, counted by the tokenizer.
+        used: number of old tokens, counted by the tokenizer. Tokens beyond `vocab_size`, which have no rows in the
+            checkpoint, count as new tokens.
         size: number of rows to write to, from row `used` on: the new tokens, and padding of a larger vocabulary.
         vocab_size: number of rows in the checkpoint.
 
@@ -75,6 +76,7 @@ def write_more_rows(folder: Path, target: Path, *, used: int, size: int, vocab_s
     Raises:
         CheckpointError: the weights are missing or damaged, or the embeddings are quantised.
     """
+    used = min(used, vocab_size)
     with Checkpoint(folder) as checkpoint:
         names = _names(checkpoint, vocab_size)
         if not names:
@@ -95,7 +97,8 @@ def write_more_rows(folder: Path, target: Path, *, used: int, size: int, vocab_s
 
 
 def zero_rows(folder: Path, vocab_size: int, rows: Collection[int]) -> list[int]:
-    """Those of `rows` that are zero in all embeddings of a checkpoint: the base model was not trained on these tokens.
+    """Those of `rows` that are there, and zero in all embeddings of a checkpoint: the base model was not trained on
+    these tokens.
 
     Args:
         folder: folder of the checkpoint.
@@ -110,6 +113,7 @@ def zero_rows(folder: Path, vocab_size: int, rows: Collection[int]) -> list[int]
         largest = {
             row: max(float(checkpoint.read_slice(name, row * n, n).float().abs().max()) for name, n in widths.items())
             for row in (rows if widths else ())
+            if row < vocab_size
         }
     return [row for row, value in largest.items() if value <= ZERO]
 

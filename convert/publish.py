@@ -87,11 +87,11 @@ def _upload(to: Destination, folder: Path, source: SourceCheckpoint | None) -> s
     for name in LICENSES:
         if base_folder is not None and (base_folder / name).is_file():
             shutil.copy(base_folder / name, folder)
+    if to.revision is not None and not to.create_pr:
+        api.create_branch(repo_id, branch=to.revision, exist_ok=True)  # has the card of the main branch
     if not api.file_exists(repo_id, CARD, revision=to.revision):
         card = model_card(repo_id, base, None if base_folder is None else base_folder / CARD)
         (folder / CARD).write_text(card, encoding="utf-8")
-    if to.revision is not None and not to.create_pr:
-        api.create_branch(repo_id, branch=to.revision, exist_ok=True)
     message = to.commit_message or "Upload model"
     done = api.upload_folder(
         repo_id=repo_id, folder_path=folder, commit_message=message, revision=to.revision, create_pr=to.create_pr

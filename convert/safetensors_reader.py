@@ -132,9 +132,14 @@ class Checkpoint:
         return self.read_slice(name, 0, math.prod(shape)).view(shape)
 
     def read_slice(self, name: str, start: int, count: int) -> Tensor:
-        """Elements `start` to `start + count` of tensor `name`, flat, mapped from its file."""
+        """Elements `start` to `start + count` of tensor `name`, flat, mapped from its file. CheckpointError if it does
+        not have them."""
         header = self._header(name)
         size = header.dtype.itemsize
+        if start < 0 or header.start + (start + count) * size > header.end:
+            raise CheckpointError(
+                f"{self.folder / header.file}: {name!r} does not have {count} elements from {start} on"
+            )
         stored = self._bytes(header.file, header.start + start * size, header.start + (start + count) * size)
         if header.start % size:
             stored = stored.clone()  # the format does not align tensors, and processors may need aligned elements

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.adapt.adapter_config import adapter_config
-from ligermodels.adapt.adapter_layers import adapter_of_file
+from ligermodels.adapt.adapter_layers import adapted_paths, adapter_of_file
 from ligermodels.adapt.expert_files import check_expert_format, converted, expert_mappings
 from ligermodels.adapt.lora import AnyLoRA, Model, check_adaptable, insert, require_lora
 from ligermodels.adapt.saved_modules import module_paths, saved_values, set_modules, stored_vocab_size, written_modules
@@ -199,7 +199,7 @@ def load_adapter(
         updates, form, modules = adapter_of_file(model, config, checkpoint, dtype)
         vocab_size = stored_vocab_size(model, modules, checkpoint.headers)
         values, tensors = saved_values(model, modules, vocab_size), lora_tensors(updates)
-        adapter_map(updates, form, modules).load(checkpoint, {**tensors, **values})
+        _load(checkpoint, adapter_map(updates, form, modules), {**tensors, **values})
         fold_rows(model, updates, tensors, values)
         vocab_size = vocab_size_with_rows(model, updates, vocab_size)
     if vocab_size > model.config.vocab_size:
@@ -233,6 +233,7 @@ def rewrite_adapter(
     check_adaptable(model, "rewrite_adapter")
     with open_adapter(hub.resolve_adapter(adapter)) as (config, checkpoint):
         headers = checkpoint.headers
+        adapted_paths(headers)  # raises an error without A and B
         adapted = (header.dtype for name, header in headers.items() if ".lora_" in name or TOKEN_ROWS.fullmatch(name))
         stored = functools.reduce(torch.promote_types, adapted)
         updates, form, modules = adapter_of_file(model, config, checkpoint, dtype or stored)
@@ -241,7 +242,7 @@ def rewrite_adapter(
         values = saved_values(model, modules, vocab_size, "cpu")
         for each in modules:
             values[each.target] = values[each.target].to(given or headers[each.views[0].source].dtype)
-        adapter_map(updates, form, modules).load(checkpoint, {**tensors, **values})
+        _load(checkpoint, adapter_map(updates, form, modules), {**tensors, **values})
         fold_rows(model, updates, tensors, values)
         tensors |= values
         vocab_size_with_rows(model, updates, vocab_size)
@@ -301,6 +302,11 @@ def lora_tensors(updates: Mapping[str, AnyLoRA]) -> dict[str, Tensor]:
         for name, update in distinct(updates).items()
         for own, tensor in update.lora_parameters().items()
     }
+
+
+def _load(checkpoint: Checkpoint, weight_map: WeightMap, state: Mapping[str, Tensor]) -> None:
+    """Fill `state` from an adapter. CheckpointError, naming its file, if its tensors do not fit."""
+    weight_map.load(checkpoint, state, what=f"{checkpoint.folder / ADAPTER}: the adapter")
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

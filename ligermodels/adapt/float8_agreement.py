@@ -12,6 +12,7 @@ from torch import Tensor
 from ligermodels.adapt.float8 import float8
 from ligermodels.errors import InputError
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.native import check_native
 from ligermodels.ops import Float8Recipe
 
 
@@ -73,15 +74,16 @@ def float8_agreement(
         A `Float8Report`.
 
     Raises:
-        InputError: no parameter gets a gradient, or `float8` refuses the model or an argument.
+        InputError: no parameter requires a gradient, or `float8` refuses the model or an argument.
         BackendError: the model is on a GPU without float8.
     """
+    check_native(model, "float8_agreement")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError("model: no parameter requires a gradient, so that there are none to compare")
     model.train()
     loss, gradients = _gradients(model, input_ids)
     float8(model, recipe, exclude=exclude)
     float8_loss, float8_gradients = _gradients(model, input_ids)
-    if not gradients:
-        raise InputError("model: no parameter requires a gradient, so that there are none to compare")
     pairs = ((name, float8_gradients[name], gradient) for name, gradient in gradients.items())
     return Float8Report(loss, float8_loss, [Agreement(name, *_compared(a, b)) for name, a, b in pairs])
 

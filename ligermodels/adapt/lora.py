@@ -12,7 +12,7 @@ from ligermodels.adapt.saved_modules import chosen_modules, module_paths, train_
 from ligermodels.adapt.target_modules import chosen_targets
 from ligermodels.adapt.targets import Target
 from ligermodels.adapt.token_rows import Indices, chosen_rows, initialize_rows
-from ligermodels.arguments import check_count, check_flag, check_number
+from ligermodels.arguments import check_count, check_flag, check_number, is_whole
 from ligermodels.convert.placement import DtypeLike, resolve_dtype
 from ligermodels.errors import InputError, short
 from ligermodels.layers import MoE
@@ -95,7 +95,7 @@ def add_lora(
     check_adaptable(model, "add_lora")
     check_flag("use_rslora", use_rslora)
     r = check_count("r", r, most=MOST_RANKS)
-    check_number("lora_alpha", lora_alpha, positive=True)
+    lora_alpha = _number("lora_alpha", lora_alpha, positive=True)
     check_flag("experts_shared_outer_loras", experts_shared_outer_loras)
     chosen = chosen_targets(model, _listed(target_modules), _listed(target_parameters))
     modules = chosen_modules(model, _listed(modules_to_save), {target.module for target in chosen.values()})
@@ -106,6 +106,12 @@ def add_lora(
     initialize_rows(model)
     train_modules(model, modules)
     return model
+
+
+def _number(name: str, value: Any, *, positive: bool = False) -> float:
+    """`check_number`, as an int or a float, which adapter_config.json can hold: numbers of numpy are neither."""
+    check_number(name, value, positive=positive)
+    return int(value) if is_whole(value) else float(value)
 
 
 def _listed(names: Any) -> Any:
@@ -175,7 +181,7 @@ def new_updates(
     Raises:
         InputError: `dropout` is out of range.
     """
-    if check_number("lora_dropout", dropout) >= 1:
+    if (dropout := _number("lora_dropout", dropout)) >= 1:
         raise InputError(f"lora_dropout: must lie in [0, 1), got {short(dropout)}")
     resolved = resolve_dtype(dtype, None)
     by_module: dict[str, list[Any]] = {}

@@ -44,11 +44,11 @@ def chosen_targets(
         InputError: a name matches nothing, or some experts of a mixture without the others; or two parts overlap.
     """
     names = _Names(model)
-    paths = [*names.of_modules(target_modules), *names.of_parameters(target_parameters)]
+    paths = {*names.of_modules(target_modules), *names.of_parameters(target_parameters)}
     if not paths:
         raise InputError("target_modules: is empty; name a linear layer")
     known = {**names.linear, **names.experts}
-    chosen = {path: known[path] for path in known if path in set(paths)}
+    chosen = {path: known[path] for path in known if path in paths}
     if (pair := overlapping(known, list(chosen))) is not None:
         raise InputError(f"target_modules: {pair[0]} and {pair[1]} are the same weights; name one of them")
     names.warn_of_omissions(target_modules, chosen)

@@ -191,9 +191,10 @@ def _rows(mapping: WeightMapping, path: str, rows: int) -> tuple[TensorView, ...
     """The rows of the stacked checkpoint tensor `path` in the native weight of one expert."""
     if len(mapping.views) > 1:
         return interleaved_gate_up_in_one("", path).views
-    order = mapping.views[0].view(torch.arange(rows).view(1, rows, 1)).flatten()
+    numbers = torch.arange(rows, device="cpu")
+    order = mapping.views[0].view(numbers.view(1, rows, 1)).flatten()
     for views in (rename("", path).views, interleaved_gate_up_in_one("", path).views):
-        if torch.equal(order, views[0].view(torch.arange(rows)).flatten()):
+        if torch.equal(order, views[0].view(numbers).flatten()):
             return views
     raise ConfigError(f"{path}: the rows of gate and up have an order that native LoRA does not know")
 

@@ -25,7 +25,7 @@ from ligermodels.layers.lm_head import LMHead
 from ligermodels.layers.sharding import gathered
 from ligermodels.layers.token_rows import TokenRows
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.models.untie import EMBEDDING, HEAD
+from ligermodels.models.untie import EMBEDDING, HEAD, TIED
 
 T = TypeVar("T")
 Indices = Sequence[int] | Mapping[str, Sequence[int]]
@@ -55,7 +55,7 @@ def chosen_rows(
     if indices is None:
         return {}
     known = _paths([transformers_layout(model)])
-    by_path = _by_path(indices, known, model.config.head.tied)
+    by_path = _by_path(indices, known, _is_tied(model))
     chosen: dict[str, tuple[str, Sequence[int]]] = {}
     for path, ids in by_path.items():
         _check_range(ids, model.config.vocab_size)
@@ -94,7 +94,7 @@ def rows_of_file(
     if unknown := sorted(stored - known.keys()):
         raise CheckpointError(f"{ADAPTER}: has rows of {unknown[0]}, which is neither the embedding nor the LM head")
     indices = config.get(FIELD) or {}
-    embeddings, tied = _embeddings(known, stored), model.config.head.tied
+    embeddings, tied = _embeddings(known, stored), _is_tied(model)
     by_key = dict(indices) if isinstance(indices, Mapping) else dict.fromkeys(embeddings or ["embed_tokens"], indices)
     # A tied head has rows of its own in the file if the vocabulary was resized.
     places = {path: [path, *embeddings] if tied else [path] for path in sorted(stored)}
@@ -208,7 +208,7 @@ def fold_rows(
         if id(update) in folded:
             del updates[name]
             tensors.pop(f"{name}.update.rows", None)
-    if model.config.head.tied and updates.get("head") is not updates.get("decoder.embed"):
+    if _is_tied(model) and updates.get("head") is not updates.get("decoder.embed"):
         raise CheckpointError(
             f"{ADAPTER}: has rows of the LM head that differ from the embedding's, to which this model ties the head; "
             "untie the base model (tie_word_embeddings) and its weights first"
@@ -231,10 +231,18 @@ def _new_rows(
             dtype=resolve_dtype(dtype, None) or (model.dtype if layer.weight is None else layer.weight.dtype),
             device=next(layer.parameters()).device,
         )
-    if model.config.head.tied and "decoder.embed" in rows:
+    if _is_tied(model) and "decoder.embed" in rows:
         _check_layer(model, "head", model.head)
         rows.setdefault("head", rows["decoder.embed"])
     return rows
+
+
+def _is_tied(model: CausalLM) -> bool:
+    """Whether the base has one weight for embedding and LM head. A head that was quantised since has a copy of it."""
+    spec = model.require_export_spec()
+    if model.head.weight is not None or spec.source is None or spec.hf_config.get(TIED) is not False:
+        return model.config.head.tied
+    return spec.source.loaded.get(TIED) is not False
 
 
 def _check_layer(model: CausalLM, name: str, layer: nn.Module) -> None:

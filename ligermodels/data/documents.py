@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
 import re
 import warnings
@@ -357,7 +358,7 @@ class TokenDocuments:
     """Documents in memory, as lists of token ids; every token has a label.
 
     Args:
-        documents: token ids of each document.
+        documents: token ids of each document, also as an array or a tensor.
         splits: whether documents may be split over sequences. Default: True.
 
     Examples:
@@ -366,7 +367,7 @@ class TokenDocuments:
     """
 
     def __init__(self, documents: Iterable[Sequence[int]], *, splits: bool = True) -> None:
-        self.documents, self.bad = [list(ids) for ids in documents], set[int]()
+        self.documents, self.bad = [list(map(operator.index, ids)) for ids in documents], set[int]()
         self.splits, self.notes = splits, Notes(warnings.warn)
         self.units_ahead = 0
 

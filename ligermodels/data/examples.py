@@ -101,14 +101,15 @@ class Examples(Documents):
     def _examples(self, index: int) -> list[Example]:
         records = self._records(index)
         if self._form.sequences == 2:
-            pair: tuple[Any, ...] = tuple(self._fitted(self._encoded(record), index) for record in records)
-            return [] if None in pair else [Example(pair)]
+            every = [Example(tuple(map(self._encoded, records)))]
+        else:
+            every = [Example((self._encoded(record),), desirable) for record, desirable in records]
+        self._note_long(every, index)
         examples = []
-        for number, (record, desirable) in enumerate(records):
-            whole = self._encoded(record)
-            if (fitted := self._fitted(whole, index)) is not None:
-                other = self._cut(_mismatched(whole, self._partner(index, number))) if self._mismatched else None
-                examples.append(Example((fitted,), desirable, other))
+        for number, whole in enumerate(every):
+            if (fitted := self._fitted(whole.sequences, index)) is not None:
+                other = _mismatched(whole.sequences[0], self._partner(index, number)) if self._mismatched else None
+                examples.append(Example(fitted, whole.desirable, None if other is None else self._cut(other)))
         return examples
 
     def _records(self, index: int) -> Sequence[Any]:
@@ -133,26 +134,31 @@ class Examples(Documents):
                 return self._encoded(records[min(number, len(records) - 1)].record)
         raise InputError("data: has no second usable record, whose completion KTO's estimate of the KL needs")
 
-    def _fitted(self, tokens: Tokens, index: int) -> Tokens | None:
-        """The sequence with at most `seq_len` tokens; None if it is left out."""
-        if len(tokens.ids) > self._seq_len:
-            problem = f"more than seq_len ({self._seq_len:,}) tokens"
-            size, done = len(tokens.ids), "truncated" if self._excess == "truncate" else "left out"
-            if self._excess == "raise":
-                raise InputError(f"{self.name(index)}: has {size:,} tokens, {problem}, and strategy 'raise'")
-            lost = size - self._seq_len if self._excess == "truncate" else size
-            self.notes.add(f"have {problem}: {done}", index, lambda: self._message(index, size, problem, done), lost)
-            if self._excess == "drop":
-                return None
-            tokens = self._cut(tokens)
-        if _first_target(tokens.labels) == len(tokens.labels):
+    def _note_long(self, examples: Iterable[Example], index: int) -> None:
+        """Count a record with sequences of more than `seq_len` tokens, and its tokens that are left out."""
+        sizes = [[len(tokens.ids) for tokens in example.sequences] for example in examples]
+        longest, problem = max(map(max, sizes)), f"more than seq_len ({self._seq_len:,}) tokens"
+        if longest <= self._seq_len:
+            return
+        message = f"has {longest:,} tokens, {problem}"
+        if self._excess == "raise":
+            raise InputError(f"{self.name(index)}: {message}, and strategy 'raise'")
+        if self._excess == "truncate":
+            done, lost = "truncated", sum(max(0, size - self._seq_len) for sides in sizes for size in sides)
+        else:
+            done, lost = "left out", sum(sum(sides) for sides in sizes if max(sides) > self._seq_len)
+        self.notes.add(f"have {problem}: {done}", index, lambda: f"{self.name(index)}: {message}: {done}", lost)
+
+    def _fitted(self, sequences: Sequence[Tokens], index: int) -> tuple[Tokens, ...] | None:
+        """The sequences of an example with at most `seq_len` tokens each; None if it is left out."""
+        if self._excess == "drop" and any(len(tokens.ids) > self._seq_len for tokens in sequences):
+            return None
+        cut = tuple(map(self._cut, sequences))
+        if any(_first_target(tokens.labels) == len(tokens.labels) for tokens in cut):
             why = "nothing to learn: a completion has no token within seq_len"
             self.notes.add(EMPTY, index, lambda: f"{self.name(index)}: {why}")
             return None
-        return tokens
-
-    def _message(self, index: int, size: int, problem: str, done: str) -> str:
-        return f"{self.name(index)}: has {size:,} tokens, {problem}: {done}"
+        return cut
 
     def _cut(self, tokens: Tokens) -> Tokens:
         return tokens._replace(ids=tokens.ids[: self._seq_len], labels=tokens.labels[: self._seq_len])
@@ -203,9 +209,9 @@ class ExampleBatches(PackedBatches):
         rows = list(chain.from_iterable(zip(*(example.sequences for example in examples), strict=True)))
         labelled = len(examples) if self._prompt_targets else 0
         tensors = pack_sequences(rows, labelled)
-        tensors["examples"] = torch.tensor([[piece.document, piece.start] for piece in pieces])
+        tensors["examples"] = torch.tensor([[piece.document, piece.start] for piece in pieces], device="cpu")
         if examples[0].desirable is not None:
-            tensors["desirable"] = torch.tensor([bool(example.desirable) for example in examples])
+            tensors["desirable"] = torch.tensor([bool(example.desirable) for example in examples], device="cpu")
         others = [example.mismatched for example in examples if example.mismatched is not None]
         if others:
             packed = pack_sequences(others)
@@ -225,7 +231,7 @@ class ExampleBatches(PackedBatches):
 
 def reference_cells(examples: Tensor) -> tuple[Tensor, Tensor]:
     """Indices into `Examples.reference` of the two values of each of the examples, int64 (B, 2) as in a batch."""
-    return examples[:, :1], 2 * examples[:, 1:] + torch.arange(2)
+    return examples[:, :1], 2 * examples[:, 1:] + torch.arange(2, device=examples.device)
 
 
 def pack_sequences(rows: Sequence[Tokens], with_prompts: int = 0) -> dict[str, Tensor]:

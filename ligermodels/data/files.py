@@ -108,6 +108,8 @@ def data_files(names: Iterable[str | os.PathLike[str]], say: Say = lambda messag
         >>> [(file.name, file.has_lines) for file in data_files(["*.jsonl", "book.txt"])]
         [('chats.jsonl', True), ('book.txt', False)]
     """
+    if isinstance(names, str | os.PathLike):
+        raise InputError(f"data: must be a list of names of files, got {names!r}; give [{names!r}]")
     files: list[DataFile] = []
     for source, name in enumerate(names):
         if isinstance(name, str) and name.startswith(hub_dataset.PREFIX):
@@ -142,15 +144,30 @@ def _paths(path: Path, say: Say) -> list[Path]:
 
 def _files_in(folder: Path, say: Say) -> list[Path]:
     """The files of known kinds in a folder and its folders, in order of their paths; hidden ones are left out."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    visible = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    known = [path for path in visible if _is_known(path)]
+    found = sorted(path for path in _paths_in(folder) if path.is_file())
+    known = [path for path in found if _is_known(path)]
     if not known:
         raise InputError(f"{shown(folder)}: has no file of a known kind, which are {KNOWN}")
     say(f"{shown(folder)}: read as data: {_listed(known, folder)}")
-    if others := [path for path in visible if path not in known]:
+    if others := [path for path in found if not _is_known(path)]:
         warnings.warn(f"{shown(folder)}: not read as data: {_listed(others, folder)}", stacklevel=2)
     return known
+
+
+def _paths_in(folder: Path) -> Iterator[Path]:
+    """The files in a folder and its folders, without hidden ones. Links to folders are followed; of several paths to a
+    folder the first one counts. Warns of folders that cannot be read."""
+
+    def warn(error: OSError) -> None:
+        warnings.warn(f"{shown(error.filename)}: not read as data: {error.strerror or error}", stacklevel=2)
+
+    seen = set[str]()
+    for path, folders, names in os.walk(folder, onerror=warn, followlinks=True):
+        real = os.path.realpath(path)
+        folders[:] = [] if real in seen else sorted(name for name in folders if not name.startswith("."))
+        if real not in seen:
+            yield from (Path(path, name) for name in names if not name.startswith("."))
+        seen.add(real)
 
 
 def _listed(paths: Sequence[Path], folder: Path) -> str:

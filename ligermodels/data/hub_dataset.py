@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -55,10 +57,15 @@ class HubDataset(NamedTuple):
             commit: commit of the repository; None for the newest.
 
         Raises:
-            InputError: the package datasets is not installed, or cannot read the dataset; its message names the
-                configurations and splits that there are.
+            InputError: the package datasets is not installed, cannot read the dataset (its message names the
+                configurations and splits that there are), or would read a folder of the same name.
         """
         datasets = optional("datasets", name, "a dataset of the hub")
+        if os.path.isdir(self.repo):
+            raise InputError(
+                f"{name}: the package datasets would read the folder {self.repo} here in place of the hub; give "
+                f"./{self.repo} for the folder, or start in another folder for the hub"
+            )
         try:
             options = {"split": self.split, "streaming": True, "revision": commit}
             rows = datasets.load_dataset(self.repo, self.config, **options)
@@ -85,7 +92,8 @@ def lines_of(name: str, say: Callable[[str], object] = lambda message: None) -> 
         HubError: there is no such dataset, or it cannot be reached and is not in the cache.
     """
     dataset = HubDataset.named(name)
-    file = re.sub(r"[^\w.+-]", "-", name)
+    # With a digest: "hf:a/b/c" and "hf:a/b:c" are two datasets.
+    file = re.sub(r"[^\w.+-]", "-", f"{name}-{hashlib.sha256(name.encode()).hexdigest()[:12]}")
     try:
         with explained(dataset.repo, None):
             commit = HfApi().dataset_info(dataset.repo, timeout=20).sha

@@ -44,11 +44,12 @@ class Shuffled:
     """The documents of `indices` in a random order, over all of them. A place is the number of documents read."""
 
     def __init__(self, indices: Indices) -> None:
-        self._indices, self.num_documents = indices, len(indices)
+        self._indices = indices
+        self.num_documents: int | None = len(indices)
 
     @property
     def key(self) -> int:
-        return self.num_documents
+        return len(self._indices)
 
     def documents(self, seed: int | None, epoch: int, place: Place) -> Iterator[tuple[int, Place]]:
         order = self._indices if seed is None else self._indices[permutation(len(self._indices), seed, epoch)]

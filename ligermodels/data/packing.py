@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import Any, Literal, get_args
@@ -35,7 +35,7 @@ class PackedBatches:
 
     Args:
         documents: the documents.
-        indices: the documents to use, int64, or an order of them; None for all.
+        indices: indices of the documents to use, or an order of them; None for all.
         seq_len: most tokens of a sequence, at least 2.
         batch_size: sequences per batch, at least 1.
         seed: shuffles the documents, differently in each epoch; None keeps their order.
@@ -59,7 +59,7 @@ class PackedBatches:
     def __init__(
         self,
         documents: Documents | TokenDocuments,
-        indices: Indices | DocumentOrder | None = None,
+        indices: Indices | Sequence[int] | DocumentOrder | None = None,
         *,
         seq_len: int,
         batch_size: int,
@@ -73,8 +73,12 @@ class PackedBatches:
             known = ", ".join(get_args(ExcessLengthStrategy))
             raise InputError(f"excess_length_strategy: must be one of {known}, got {excess_length_strategy!r}")
         self._documents, self._seed, self._epochs = documents, seed, epochs
-        indices = np.arange(len(documents)) if indices is None else indices
-        self._order = Shuffled(indices) if isinstance(indices, np.ndarray) else indices
+        indices = range(len(documents)) if indices is None else indices
+        self._order: DocumentOrder
+        if isinstance(indices, np.ndarray | Sequence):
+            self._order = Shuffled(np.asarray(indices, np.int64))
+        else:
+            self._order = indices
         if self._order.num_documents == 0:
             raise InputError("there is no document in the data: give files with text")
         self._seq_len, self._batch_size, self._excess = seq_len, batch_size, excess_length_strategy
@@ -126,7 +130,7 @@ class PackedBatches:
 
     def _row(self) -> list[Piece]:
         """The pieces of the next sequence; none after the last epoch."""
-        while self._epoch != self._epochs:
+        while self._epochs is None or self._epoch < self._epochs:
             while not self._pool.is_full and self._announce():
                 some, place = self._units[0]
                 for piece in self._read(some):

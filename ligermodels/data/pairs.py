@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from ligermodels.data.record_fields import EMPTY, FINISH, OF_CHATS, REFUSED, check_refused, label_of
-from ligermodels.data.records import ALL_QUESTIONS, Chat, NothingToLearn, Record, record_of
+from ligermodels.data.record_fields import EMPTY, OF_CHATS, OPTIONAL, REFUSED, check_refused, label_of
+from ligermodels.data.records import ALL_QUESTIONS, Chat, Completion, NothingToLearn, Record, record_of
 
 SIDES = {"chosen": ("chosen",), "rejected": ("rejected", "rejected_response", "rejected_messages")}
 """Sides of a pair -> fields that hold them: TRL's, then ms-swift's, whose chosen answer is the last message."""
@@ -20,7 +20,7 @@ TURNS = ("messages", "conversations")
 LABELS = ("label", "kto_tag")
 """Fields that say whether a completion is desirable: TRL's, and LLaMA-Factory's."""
 
-_SHARED = {"prompt", *TURNS, *OF_CHATS, FINISH}
+_SHARED = {"prompt", *TURNS, *OPTIONAL}
 _PAIR = {*_SHARED, *QUESTIONS, *(name for names in SIDES.values() for name in names)}
 _LABELLED = {*_SHARED, *LABELS, "completion"}
 
@@ -94,7 +94,7 @@ def read_labelled(fields: Mapping[str, Any]) -> tuple[list[Labelled], list[str]]
         *prompt, completion = _turns(fields, turns)
         record = _completion(fields, prompt, [completion])
     elif question is not None and "completion" not in given:
-        known = {*_LABELLED, *question.required, *question.optional, ALL_QUESTIONS[question]}
+        known = {*_LABELLED, *question.required, *question.optional}
         chat = cast("Chat", record_of({each: value for each, value in given.items() if each not in LABELS})[0])
         *prompt, completion = chat[0]
         record = _completion(fields, prompt, [completion])
@@ -174,8 +174,11 @@ def _prompt(fields: Mapping[str, Any]) -> str | list[Any] | None:
 
 def _completion(fields: Mapping[str, Any], prompt: Any, completion: Any) -> Record:
     """The record of a prompt and a completion, with the other fields of a chat."""
-    others = {name: value for name, value in fields.items() if name in (*OF_CHATS, FINISH)}
-    return record_of({**others, "prompt": prompt, "completion": completion})[0]
+    others = {name: value for name, value in fields.items() if name in OPTIONAL}
+    record = record_of({**others, "prompt": prompt, "completion": completion})[0]
+    if isinstance(record, Completion) and not record.completion:
+        raise NothingToLearn("a completion is empty")
+    return record
 
 
 def _common_text(chosen: str, rejected: str) -> tuple[str, str, str]:

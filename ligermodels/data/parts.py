@@ -161,9 +161,10 @@ class CallForm(NamedTuple):
         return with_arguments({**self.content, **message}, self._convert)
 
     def _convert(self, arguments: Any) -> Any:
+        arguments = "{}" if arguments in (None, "") else arguments  # a call without arguments
         if isinstance(arguments, str) and self.takes_dict and not self.takes_text:
             try:
-                value = decoded(arguments or "{}")
+                value = decoded(arguments)
             except RepeatedField as error:
                 raise InputError(f"the arguments of a tool call: {error}") from None
             return value if isinstance(value, dict) else arguments

@@ -13,7 +13,10 @@ OF_CHATS = (*SYSTEM, "tools", "functions", "documents", "chat_template_kwargs")
 
 
 FINISH = "finish_reason"
-"""Field of a text, or of the last turn of a chat, that is "length" if it was cut: its end is not trained on."""
+"""Field of a record, or of the last turn of a chat, that is "length" if the text was cut: its end is not trained on."""
+
+OPTIONAL = (*OF_CHATS, FINISH)
+"""Fields that each format has beside those of its question and answer, other than a text's."""
 
 EMPTY: tuple[Any, ...] = ("", [], {})
 """Values of fields that count as absent, besides null."""
@@ -27,25 +30,25 @@ class Format(NamedTuple):
     """
 
     required: tuple[str, ...]
-    optional: tuple[str, ...] = OF_CHATS
+    optional: tuple[str, ...] = OPTIONAL
 
 
 MESSAGES = Format(("messages",))
 CONVERSATIONS = Format(("conversations",))
-COMPLETION = Format(("prompt", "completion"), (*OF_CHATS, FINISH))
+COMPLETION = Format(("prompt", "completion"))
 TEXT = Format(("text",), (FINISH,))
 
-QUESTIONS = {
-    Format(("instruction", "output"), ("input", "history", *OF_CHATS)): "input",
-    Format(("instruction", "response"), ("context", "history", *OF_CHATS)): "context",
-    Format(("query", "response"), ("history", *OF_CHATS)): "",
-    Format(("question", "answer"), ("history", *OF_CHATS)): "",
+QUESTIONS: dict[Format, str | None] = {
+    Format(("instruction", "output"), ("input", "history", *OPTIONAL)): "input",
+    Format(("instruction", "response"), ("context", "history", *OPTIONAL)): "context",
+    Format(("query", "response"), ("history", *OPTIONAL)): None,
+    Format(("question", "answer"), ("history", *OPTIONAL)): None,
 }
-"""Formats of a question and its answer, in this order -> name of a field with more of the question: Alpaca's and
-LLaMA-Factory's, Dolly's, ms-swift's, and GSM8K's."""
+"""Formats of a question and its answer, in this order -> name of a field with more of the question, or None:
+Alpaca's and LLaMA-Factory's, Dolly's, ms-swift's, and GSM8K's."""
 
-OTHER_QUESTIONS = {
-    Format((question, answer), ("history", *OF_CHATS)): ""
+OTHER_QUESTIONS: dict[Format, str | None] = {
+    Format((question, answer), ("history", *OPTIONAL)): None
     for question, answer in (
         *(("question", "response"), ("prompt", "response"), ("problem", "solution")),
         *(("problem", "answer"), ("input", "output")),
@@ -110,7 +113,7 @@ def is_record(value: Mapping[str, Any]) -> bool:
     return (
         value.keys() >= {"chosen", "rejected"}
         or "prompt" in value
-        or any(value.keys() >= set(form.required) for form in FORMATS)
+        or any(value.keys() >= set(form.required) for form in (*FORMATS, *OTHER_QUESTIONS))
     )
 
 

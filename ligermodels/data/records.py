@@ -183,17 +183,16 @@ def _completion(record: Mapping[str, Any]) -> Completion | Chat:
             raise ValueError('"completion" is a list of turns, and "prompt" is a text; give the prompt as turns too')
         case _:
             raise ValueError('"prompt" and "completion" must be texts or lists of turns')
-    if is_cut(record) and completion and isinstance(completion[-1], dict):
-        completion = [*completion[:-1], {**completion[-1], FINISH: record[FINISH]}]
     return _chat([*prompt, *completion], record, untrained=len(prompt))
 
 
 def _question(record: Mapping[str, Any], form: Format) -> Chat:
     """The question, with more of it below, as a turn of the user, and the answer, after the turns of `history`."""
-    question, answer, more = *form.required, ALL_QUESTIONS[form]
-    for name in (question, answer, more):
+    (question, answer), more = form.required, ALL_QUESTIONS[form]
+    asked = [question] if more is None else [question, more]
+    for name in (*asked, answer):
         _check_type(record.get(name, ""), str, f'"{name}" must be a string')
-    text = "\n".join(filter(None, (record[question], record.get(more))))
+    text = "\n".join(filter(None, map(record.get, asked)))
     problem = '"history" must be a list of pairs, each a question and an answer'
     turns: list[dict[str, Any]] = []
     history = _check_type(decoded(record.get("history")) or [], list, problem)
@@ -238,6 +237,10 @@ def _chat(turns: Any, record: Mapping[str, Any], *, from_sharegpt: bool = False,
         raise NothingToLearn("the assistant does not say a word in the chat")
     if all("weight" in message for message in answers):
         raise NothingToLearn("no turn of the assistant is trained on")
+    if is_cut(record):
+        if messages[-1]["role"] != "assistant":
+            raise ValueError(f'"{FINISH}" is "length", and the last turn is not the assistant\'s')
+        messages[-1] = {**messages[-1], FINISH: record[FINISH]}
     return _alternating(messages), _variables(record)
 
 

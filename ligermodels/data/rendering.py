@@ -132,6 +132,8 @@ class _Process:
     def ask(self, request: str, count: int) -> tuple[list[tuple[str, str]], str | None]:
         """Answers to the `count` renderings of a request, and None; or none, and the limit that ended the process."""
         with self._lock:
+            if self._running is not None and self._running.poll() is not None:
+                self._stop()  # it was killed while it waited for a request
             process = self._running = self._running or start_process("rendering", stderr=subprocess.DEVNULL)
             stdin, stdout = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
             try:

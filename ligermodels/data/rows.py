@@ -103,9 +103,9 @@ class Pool:
     def take_row(self) -> list[Piece]:
         """Remove the next row from the pool: the fullest row of whole pieces, filled with the oldest texts."""
         rows = best_fit_decreasing([len(piece.ids) for piece in self._whole], self.seq_len)
-        chosen = rows[0] if rows else []
+        chosen = dict.fromkeys(rows[0] if rows else [])  # in order, and found at once
         row = [self._whole[item] for item in chosen]
-        self._whole = [piece for item, piece in enumerate(self._whole) if item not in set(chosen)]
+        self._whole = [piece for item, piece in enumerate(self._whole) if item not in chosen]
         room = self.seq_len - sum(len(piece.ids) for piece in row)
         while room and self._texts:
             piece, rest = self._texts.popleft().cut(room)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
 
@@ -83,11 +84,16 @@ class Tokenizer:
             A list of token ids for each text.
 
         Raises:
-            InputError: a text is no str, or has half of a surrogate pair.
+            InputError: `texts` is a single text; or a text is no str, has half of a surrogate pair, or has letters that
+                the tokenizer has no token for.
         """
+        if isinstance(texts, str):
+            raise InputError("texts: must be a list of texts, got a str; encode takes a single text")
         token_ids = []
         for group in _groups([_checked(text) for text in texts]):
-            for encoding in self.backend.encode_batch(group, add_special_tokens=add_special_tokens):
+            with self._errors_named():
+                encodings = self.backend.encode_batch(group, add_special_tokens=add_special_tokens)
+            for encoding in encodings:
                 ids: list[int] = encoding.ids
                 # The mask is 1 on a BOS that the tokenizer adds, and 0 on a BOS in the text.
                 has_two = ids[:1] == ids[1:2] and encoding.special_tokens_mask[:2] == [1, 0]
@@ -97,10 +103,19 @@ class Tokenizer:
     @property
     def added_tokens(self) -> tuple[list[int], list[int]]:
         """The special tokens that the tokenizer adds before a text (usually a BOS), and after it."""
-        encoding = self.backend.encode("a")
-        added = [bool(special) for special in encoding.special_tokens_mask]  # 0 for special tokens of the text itself
-        start, end = added.index(False), len(added) - added[::-1].index(False)
-        return encoding.ids[:start], encoding.ids[end:]
+        for text in self._texts_with_tokens():
+            with suppress(Exception):  # no token is for unknown letters; the library raises nothing narrower
+                encoding = self.backend.encode(text)
+                added = list(map(bool, encoding.special_tokens_mask))  # 0 for special tokens of the text itself
+                if False in added:
+                    start, end = added.index(False), len(added) - added[::-1].index(False)
+                    return encoding.ids[:start], encoding.ids[end:]
+        return [], []
+
+    def _texts_with_tokens(self) -> Iterator[str]:
+        """Texts of which most have tokens: a vocabulary may lack letters (DNA)."""
+        yield "a"
+        yield from self.backend.get_vocab()
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of `text`, and the span [start, end) of each token, in characters.
@@ -108,8 +123,19 @@ class Tokenizer:
         No special tokens are added: the text contains them. A span includes the white space of its token. Raises
         InputError if `text` is no str, or has half of a surrogate pair.
         """
-        encoding = self._verbatim.encode(_checked(text), add_special_tokens=False)
+        with self._errors_named():
+            encoding = self._verbatim.encode(_checked(text), add_special_tokens=False)
         return list(encoding.ids), list(encoding.offsets)
+
+    @contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        """Context manager that turns errors of the library, such as for a letter without a token, into InputError."""
+        try:
+            yield
+        except InputError:
+            raise
+        except Exception as error:  # the library raises nothing narrower
+            raise InputError(f"text: the tokenizer in {self.folder} cannot encode it: {error}") from None
 
     @cached_property
     def _verbatim(self) -> tokenizers.Tokenizer:

@@ -24,6 +24,7 @@ def check_written(template: ChatTemplate, messages: Sequence[Message], variables
         ValueError: it does not write the tools or documents of the chat, or tools, calls or plans of turns.
         InputError: it refuses the chat.
     """
+    template = template.chosen(variables)
     rare = dict.fromkeys(name for message in messages for name in rare_fields(message))
     named = [name for name in ("tools", "documents") if name in variables]
     if not rare and not named:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -92,6 +93,7 @@ class HFDecoder(OnModules, Decoder):
     """
 
     norm = part_named(FINAL_NORM)
+    expert_routers = MappingProxyType({})
 
     def __init__(self, backbone: nn.Module, config: DecoderConfig, ropes: nn.ModuleList) -> None:
         super().__init__(backbone, config)

@@ -45,7 +45,7 @@ class TokenRows(Update):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        self.path, self.token_indices = path, tuple(token_indices)
+        self.path, self.token_indices = path, tuple(map(int, token_indices))
         self.padding_row = self.token_indices.index(padding_idx) if padding_idx in self.token_indices else None
         count = len(self.token_indices)
         self.rows = nn.Parameter(torch.empty(count, hidden_size, dtype=dtype, device=device))

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.gguf")
 """A folder with such a file is a checkpoint, even if it cannot be used: it is never trained from random weights."""
-CONFIGS = ("config.json", "generation_config.json")
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,8 @@ class Base:
     tokenizer: folder of the tokenizer.
     weights: folder of the weights; None for a config without weights.
     repo_id: name of the checkpoint on the hub; None for a local folder.
-    new_tokens: special tokens that a built-in chat template added.
+    new_tokens: tokens that got rows in the embeddings: special tokens that a built-in chat template added, and tokens
+        of the tokenizer that the embeddings had no rows for.
     original: folder of the checkpoint that has no rows for the new tokens, for an adapter that has them.
     reads_weights: whether the weights are read; False if they may be absent, or lack rows for the new tokens.
     """
@@ -126,13 +126,14 @@ class Base:
         # PEFT gives the base model of an adapter a row for each token, and no padding.
         original, multiple = (None, MULTIPLE) if recipe.trains_configs else (self.config.parent.absolute(), 1)
         weights = self.weights if self.reads_weights else None
+        without_rows = {} if self.vocab_size is None else Tokenizer(self.tokenizer).tokens_from(self.vocab_size)
         folder = with_tokens(self.config, self.tokenizer, weights, tokens, multiple)
         return replace(
             self,
             config=folder / "config.json",
             tokenizer=folder,
             weights=None if self.weights is None else folder,
-            new_tokens=tuple(tokens),
+            new_tokens=(*without_rows.values(), *tokens),
             original=original,
         )
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from inspect import isfunction, signature
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +136,34 @@ def _callback(**members: Any) -> Callback:
 
 
 def check_callbacks(callbacks: Iterable[object]) -> None:
-    """Raise InputError unless all are instances of `Callback`."""
+    """Raise InputError unless all are instances of `Callback`, with methods that take the arguments of its methods."""
     for callback in callbacks:
         if not isinstance(callback, Callback):
             hint = "; give an instance of the class" if isinstance(callback, type) else ""
             raise InputError(f"callbacks: must be instances of Callback, got {short(callback)}{hint}")
+        for name, parameters in _PARAMETERS.items():
+            if not _takes(getattr(callback, name), parameters):
+                expected = ", ".join(["self", *parameters])
+                where = f"{type(callback).__name__}.{name}"
+                raise InputError(f"callbacks: {where}: must take the arguments ({expected})")
+
+
+_PARAMETERS = {
+    name: list(signature(method).parameters)[1:]
+    for name, method in vars(Callback).items()
+    if isfunction(method) and not name.startswith("__")
+}
+
+
+def _takes(method: Callable[..., Any], parameters: Sequence[str]) -> bool:
+    """Whether a method may be called with these positional arguments."""
+    try:
+        signature(method).bind(*parameters)
+    except TypeError:
+        return False
+    except ValueError:  # a function in C says nothing
+        return True
+    return True
 
 
 def lm_eval_callback(settings: Mapping[str, Any]) -> Any:
@@ -168,6 +192,7 @@ def callbacks_at(paths: Iterable[str]) -> list[Callback]:
             callbacks.append(kind())
         except TypeError as error:
             raise ConfigError(f"callback: {path}: must be made without arguments: {error}") from error
+    check_callbacks(callbacks)
     return callbacks
 
 

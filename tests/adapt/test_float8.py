@@ -25,6 +25,7 @@ from zoo import CONFIGS
 
 import ligermodels as lm
 from ligermodels import ops
+from ligermodels.adapt.float8_agreement import float8_agreement
 from ligermodels.cli import app
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.activation import GatedActivation
@@ -449,6 +450,8 @@ def test_refusals() -> None:
         lm.float8(lm.float8(model))
     with pytest.raises(InputError, match="takes a native CausalLM, got a MedusaModel"):
         lm.float8(lm.MedusaModel.from_base(build(), num_heads=1))
+    with pytest.raises(InputError, match="model: no parameter requires a gradient"):
+        float8_agreement(build().requires_grad_(False), tokens())
     with pytest.raises(InputError, match=r"is torch\.float64"):
         lm.float8(build(dtype=torch.float64))
 

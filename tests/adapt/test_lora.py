@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -279,6 +280,15 @@ def test_a_round_trip_is_exact(tmp_path: Path) -> None:
     assert settings(again) == settings(model)
 
 
+def test_numbers_of_numpy_are_saved_as_others(tmp_path: Path) -> None:
+    ids, rank, alpha, dropout = np.array([5, 1]), np.int64(3), np.float32(0.5), np.float64(0.25)
+    model = build(r=rank, lora_alpha=alpha, lora_dropout=dropout, trainable_token_indices=list(ids))
+    lm.save_adapter(model, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert [config[name] for name in ("r", "lora_alpha", "lora_dropout")] == [3, 0.5, 0.25]
+    assert config["trainable_token_indices"] == [5, 1]
+
+
 def settings(model: lm.CausalLM) -> list[Any]:
     parts = [(layer.dropout, part) for layer in lora_layers(model).values() for part in layer.parts]
     return [(dropout, part.name, part.r, part.lora_alpha, part.use_rslora) for dropout, part in parts]
@@ -452,7 +462,10 @@ def test_bad_files(tmp_path: Path) -> None:
     good = load_file(path)
     first = next(iter(good))
     for tensors, message in (
-        ({name: t for name, t in good.items() if name != first}, f"missing from the checkpoint: {first}"),
+        (
+            {name: t for name, t in good.items() if name != first},
+            rf"{path}: the adapter does not fit the model:\n.* missing from the checkpoint: {first}",
+        ),
         (
             {**good, first.replace("layers.0", "layers.9"): good[first].clone()},
             "1 layers that are no linear .*layers.9",
@@ -540,6 +553,10 @@ def test_an_adapter_with_whole_modules_is_written_again(tmp_path: Path) -> None:
     assert all(first[n].dtype == again[n].dtype for n in first)
     configs = [json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("first", "again")]
     assert configs[0] == configs[1] and configs[0]["ensure_weight_tying"]
+    no_lora = {name: tensor for name, tensor in first.items() if ".lora_" not in name}
+    save_file(no_lora, tmp_path / "again" / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="has no tensors A and B of LoRA"):
+        rewrite_adapter(lm.from_config(tied), tmp_path / "again", tmp_path / "no")
     rewrite_adapter(lm.from_config(tied), tmp_path / "first", tmp_path / "half", dtype="float16")
     assert {x.dtype for x in load_file(tmp_path / "half" / "adapter_model.safetensors").values()} == {torch.float16}
 

@@ -152,6 +152,10 @@ def test_a_quantised_base(kind: str, head: Any, tmp_path: Path) -> None:
     lm.save_adapter(model, tmp_path / "adapter")
     again = lm.load_adapter(lm.from_pretrained(tmp_path / "base", **options), tmp_path / "adapter")
     assert torch.equal(again(tokens()).logits, logits)
+    plain = lm.load_adapter(lm.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    assert (
+        token_rows(plain).keys() == token_rows(model).keys()
+    )  # a tied head has the embedding's, if it is quantised too
     lm.merge_lora(again, dequantize=True).save_pretrained(tmp_path / "merged")
     assert relative_error(lm.from_pretrained(tmp_path / "merged")(tokens()).logits, logits) < 1e-4
 

@@ -68,7 +68,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Hub, Pus
 @pytest.fixture
 def hub(process: tuple[Hub, Push]) -> Hub:
     """Without repositories and commits of other tests."""
-    process[0].repos.clear(), process[0].commits.clear()
+    process[0].repos.clear(), process[0].commits.clear(), process[0].branches.discard("trial")
     return process[0]
 
 
@@ -105,11 +105,12 @@ def test_a_pushed_model_is_loaded_again_and_has_a_card_and_the_license_of_its_ba
     again, before = lm.from_pretrained(tmp_path / "again"), lm.from_pretrained(tmp_path / "base")
     assert torch.equal(again.decoder.norm.weight, 2 * before.decoder.norm.weight)
 
-    # A card that is there stays, on a branch and in a pull request too.
+    # A card that is there stays, in a pull request and on a new branch too.
     hub.repos["me/mine"]["README.md"] = b"mine"
     options = {"repo_id": "me/mine", "revision": "main", "create_pr": True}
     assert push("some/base", **options) == ("url", f"{hub.url}/me/mine/discussions/1")
-    assert hub.commits[1:] == [("me/mine", "main", "Upload model", True)]
+    assert push("some/base", repo_id="me/mine", revision="trial")[0] == "url"
+    assert hub.commits[1:] == [("me/mine", "main", "Upload model", True), ("me/mine", "trial", "Upload model", False)]
     assert hub.repos["me/mine"]["README.md"] == b"mine"
 
 

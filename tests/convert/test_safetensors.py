@@ -408,6 +408,17 @@ def test_single_file_wins_over_an_index_as_in_transformers(sharded: Path) -> Non
     assert list(Checkpoint(sharded).headers) == ["single"]
 
 
+@pytest.mark.parametrize(("start", "count"), [(-1, 2), (0, 9), (7, 2), (9, 1)])
+def test_a_tensor_does_not_have_the_elements_of_another(tmp_path: Path, start: int, count: int) -> None:
+    save_file({"a": torch.ones(4, 2), "b": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.read_slice("a", 6, 2).tolist() == [1, 1] and not len(checkpoint.read_slice("a", 8, 0))
+        with pytest.raises(
+            CheckpointError, match=rf"model.safetensors: 'a' does not have {count} elements from {start} on"
+        ):
+            checkpoint.read_slice("a", start, count)
+
+
 def test_tensors_outlive_the_checkpoint(sharded: Path) -> None:
     with Checkpoint(sharded) as checkpoint:
         assert checkpoint.headers["c"].file == SECOND

@@ -305,6 +305,9 @@ def test_aliases_of_tied_tensors() -> None:
         state["embed"].zero_()
         weights.load(Stored({name: weight.clone() for name in names}), state)
         assert torch.equal(state["embed"], weight)
+    half = weight.bfloat16()  # the same values in another dtype
+    weights.load(Stored({"model.embed": half.float(), "lm_head": half}), state)
+    assert torch.equal(state["embed"], half.float())
     state["embed"].zero_()
     with pytest.raises(CheckpointError, match=r"lm_head: differs from model\.embed"):
         weights.load(Stored({"model.embed": weight, "lm_head": weight + 1e-6}), state)

@@ -308,6 +308,15 @@ def test_a_limit_of_memory_that_cannot_be_raised() -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "a[]\n"
 
 
+def test_a_process_that_was_killed_while_it_waited_is_replaced() -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    process = rendering._process._running
+    assert process is not None
+    process.kill()
+    process.wait()
+    assert template.render([{"content": "a"}]) == "a"
+
+
 def test_a_chat_takes_one_exchange_with_the_process_that_renders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two renderings, once the frames of its turns are known.
 

@@ -81,12 +81,16 @@ def test_contents_in_parts(name: str, end: str) -> None:
     [
         ("Qwen2.5", '{"x":  "é"}', '"arguments": {"x": "é"}}'),
         ("Qwen2.5", "", '"arguments": {}}'),
+        ("Qwen2.5", None, '"arguments": {}}'),
         ("Qwen2.5", "[1]", '"arguments": "[1]"}'),
         ("Qwen2.5", {"x": 1}, '"arguments": {"x": 1}}'),
         ("Qwen3", '{"x":  "é"}', '"arguments": {"x":  "é"}}'),
         ("Qwen3", {"x": 1}, '"arguments": {"x": 1}}'),
+        ("Qwen3", "", '"arguments": {}}'),
+        ("Qwen3", None, '"arguments": {}}'),
         ("DeepSeek-V3", '{"x":  "é"}', '```json\n{"x":  "é"}\n```'),
         ("DeepSeek-V3", {"x": "é"}, '```json\n{"x": "é"}\n```'),
+        ("DeepSeek-V3", None, "```json\n{}\n```"),
     ],
 )
 def test_arguments_are_written_as_json(name: str, arguments: object, written: str) -> None:
@@ -97,7 +101,7 @@ def test_arguments_are_written_as_json(name: str, arguments: object, written: st
         assert written in "".join(trained(name, messages))
         # Calls of records reach the template in their form; so do flat calls, without "function".
         record, _ = parse_line(json.dumps({"messages": messages}).encode())
-        assert record[1]["tool_calls"][0]["function"]["arguments"] == arguments
+        assert record[1]["tool_calls"][0]["function"].get("arguments") == arguments
         assert template_of(name).render(record) == template_of(name).render(messages)
     if name.startswith("Qwen"):
         flat = [user(1), {"role": "assistant", "tool_calls": [call["function"]]}]

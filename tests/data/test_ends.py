@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from chat_templates import SPECIAL, save_template, template_of, tokenizer_of
 from tokenizers import processors
 from transformers import AutoConfig, AutoTokenizer
@@ -102,6 +103,28 @@ def test_the_eos_in_configs_that_transformers_writes(tmp_path: Path, name: str) 
     (tokens,) = Documents.of_checkpoint(tmp_path, [data(tmp_path, {"text": "Hi"})]).read([0])
     assert tokens is not None
     assert tokens.ids == [tokenizer.backend.token_to_id("Hi"), config.get_text_config().eos_token_id]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [tokenizers.models.BPE(vocab={"C": 0, "G": 1}, merges=[]), tokenizers.models.WordLevel(vocab={"C": 0, "G": 1})],
+    ids=["BPE", "WordLevel"],
+)
+def test_ends_of_a_tokenizer_without_most_letters(tmp_path: Path, model: Any) -> None:
+    """Such as of DNA; neither has a token for unknown letters."""
+    backend = tokenizers.Tokenizer(model)
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    add_ends(tokenizer, "<s>", "</s>")
+    documents = Documents(Corpus([data(tmp_path, {"text": "G"})]), tokenizer, eos_token_id=3)
+    assert [tokens.ids for tokens in documents.read([0]) if tokens] == [[2, 1, 3]]
+    if isinstance(model, tokenizers.models.WordLevel):  # BPE leaves other letters out
+        for encode in (tokenizer.encode, tokenizer.encode_with_offsets):
+            with pytest.raises(InputError, match=rf"the tokenizer in {tmp_path} cannot encode it: .*Missing \[UNK\]"):
+                encode("T")
+    with pytest.raises(InputError, match="texts: must be a list of texts, got a str; encode takes a single text"):
+        tokenizer.encode_all("GC")
 
 
 @pytest.mark.parametrize("adds", [False, True], ids=["plain", "adds both ends"])

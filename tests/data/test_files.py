@@ -17,6 +17,7 @@ from ligermodels.data import json_files
 from ligermodels.data.corpus import Corpus
 from ligermodels.data.files import data_files
 from ligermodels.data.json_files import parquet_lines
+from ligermodels.data.record_fields import FORMATS, OTHER_QUESTIONS, Format
 from ligermodels.data.records import read_record
 from ligermodels.data.streaming import StreamedCorpus
 from ligermodels.errors import InputError
@@ -231,6 +232,15 @@ def test_files_that_are_not_understood_are_errors(
     assert not list(cache.glob("data/*")) and not list(cache.glob("data/.*.partial"))
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("form", [*FORMATS, *OTHER_QUESTIONS], ids=lambda form: " and ".join(form.required))
+def test_one_record_with_a_list_of_objects_is_a_record(tmp_path: Path, form: Format, indent: int | None) -> None:
+    record = {**dict.fromkeys(form.required, "a"), "tests": [{"input": 1}]}
+    (tmp_path / "a.json").write_text(json.dumps(record, indent=indent))
+    corpus = Corpus([tmp_path / "a.json"])
+    assert [json.loads(corpus.read(i)[0]) for i in range(len(corpus))] == [record]
+
+
 def test_a_table_without_a_header_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("Hi,Hello!\nYou,I\n")
     corpus = Corpus([tmp_path / "a.csv"])
@@ -295,6 +305,40 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"empty: has no file of a known kind, which are \.jsonl"):
         Corpus([tmp_path / "empty"])
+
+
+def test_linked_folders_are_read_once(tmp_path: Path) -> None:
+    for name in ("d/a.jsonl", "elsewhere/b.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text('{"text": "a"}')
+    for link in ("d/more", "d/again", "elsewhere/loop"):
+        (tmp_path / link).symlink_to(tmp_path / ("d" if link.endswith("loop") else "elsewhere"))
+    assert [file.name for file in data_files([tmp_path / "d"])] == [f"{tmp_path}/d/{name}" for name in LINKED]
+
+
+LINKED = ("a.jsonl", "again/b.jsonl")
+
+
+def test_a_folder_within_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "d" / "closed").mkdir(parents=True)
+    (tmp_path / "d" / "a.jsonl").write_text('{"text": "a"}')
+    scandir = os.scandir
+
+    def refusing(path: Any) -> Any:
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.warns(UserWarning, match=r"d/closed: not read as data: Permission denied"):
+        assert len(data_files([tmp_path / "d"])) == 1
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_names_are_a_list(tmp_path: Path, kind: Any) -> None:
+    """A text would be read letter by letter: "/" is a folder with all files."""
+    with pytest.raises(InputError, match=r"data: must be a list of names of files, got .*; give \["):
+        Corpus(kind(tmp_path / "a.jsonl"))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("a.jsonl", Corpus), ("a.csv", Corpus), ("a.txt", StreamedCorpus)])

@@ -36,7 +36,7 @@ def test_other_names_are_errors(name: str) -> None:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """owner/name, in a folder that the package takes for the repository; the value is its commit."""
+    """owner/name, in a folder that the package reads in place of the repository; the value is its commit."""
     pytest.importorskip("datasets")
     monkeypatch.setenv("LIGERMODELS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
@@ -52,15 +52,19 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     import datasets
 
     load = datasets.load_dataset
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, revision, **options: load(*args, **options))
+
+    def load_dataset(repo: str, *args: Any, revision: str, **options: Any) -> Any:
+        return load(f"hub/{repo}", *args, **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     write(["a", "b", "c"])
     return commits
 
 
 def write(texts: list[str]) -> None:
-    Path("owner/name").mkdir(parents=True, exist_ok=True)
-    Path("owner/name/train.jsonl").write_text("".join(json.dumps({"text": text, "n": 1}) + "\n" for text in texts))
-    Path("owner/name/test.jsonl").write_text(json.dumps({"text": "t", "n": 1}))
+    Path("hub/owner/name").mkdir(parents=True, exist_ok=True)
+    Path("hub/owner/name/train.jsonl").write_text("".join(json.dumps({"text": text, "n": 1}) + "\n" for text in texts))
+    Path("hub/owner/name/test.jsonl").write_text(json.dumps({"text": "t", "n": 1}))
 
 
 def texts(name: str) -> list[str]:
@@ -86,6 +90,22 @@ def test_rows_are_fetched_once_for_a_commit(hub: dict[str, str]) -> None:
         texts("hf:owner/name:test")
 
 
+def test_a_folder_of_the_same_name_is_not_read_in_its_place(hub: dict[str, str]) -> None:
+    Path("owner/name").mkdir(parents=True)
+    Path("owner/name/train.jsonl").write_text('{"text": "local"}')
+    with pytest.raises(InputError, match=r"hf:owner/name: .*would read the folder owner/name.*give ./owner"):
+        texts("hf:owner/name")
+    assert texts("./owner/name") == ["local"]
+
+
+def test_datasets_with_similar_names_are_apart_in_the_cache(hub: dict[str, str]) -> None:
+    """A configuration and a split of the same name."""
+    assert texts("hf:owner/name:test") == ["t"]
+    hub.clear()  # the hub cannot be reached
+    with pytest.raises(HubError, match="no route"):
+        texts("hf:owner/name/test")
+
+
 def test_rows_of_another_version_are_not_used(hub: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as context:
         context.setattr(converted, "VERSION", converted.VERSION - 1)
@@ -103,7 +123,7 @@ def test_turns_that_do_not_all_have_the_same_keys(hub: dict[str, str]) -> None:
     chat = {"messages": [{"role": "user", "content": "a"}, call, answer], "tools": [{"name": "f"}, {"x": None}]}
     other = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, answer], "tools": []}
     lines = [json.dumps(row) for row in (chat, other)]
-    Path("owner/name/train.jsonl").write_text("\n".join(lines))
+    Path("hub/owner/name/train.jsonl").write_text("\n".join(lines))
     corpus = Corpus(["hf:owner/name"])
     assert [read_record(corpus.read(i)[0]) for i in range(2)] == [read_record(line.encode()) for line in lines]
 

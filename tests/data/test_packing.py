@@ -5,7 +5,7 @@ import math
 import threading
 import warnings
 from collections import Counter
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +267,20 @@ def test_documents_in_memory() -> None:
     chunks = TokenDocuments.chunks([range(5), range(1), range(10, 14)], 2)
     assert chunks.documents == [[0, 1], [2, 3], [10, 11], [12, 13]]
     assert chunks.fingerprint == TokenDocuments(chunks.documents).fingerprint != documents.fingerprint
+    for convert in (np.array, torch.tensor):
+        assert TokenDocuments(map(convert, chunks.documents)).fingerprint == chunks.fingerprint
+    (batch,) = PackedBatches(chunks, [3, 0], seq_len=4, batch_size=1, epochs=1)
+    assert batch["input_ids"].tolist() == [[12, 13, 0, 1]]
+
+
+def test_a_state_after_the_last_epoch_gives_nothing() -> None:
+    first = stream([3, 3], 3, epochs=3)
+    for _ in range(5):
+        next(first)
+    assert first.state_dict()["epoch"] == 2
+    shorter = stream([3, 3], 3, epochs=1)
+    shorter.load_state_dict(first.state_dict())
+    assert not list(islice(shorter, 3))
 
 
 def test_orders_differ_by_seed_and_by_epoch() -> None:

@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from chat_templates import save_template, tokenizer_of
@@ -102,6 +103,8 @@ def test_completions_with_labels(name: str) -> None:
         (read_pair, {"prompt": "a", "chosen": "b"}, 'has no "rejected"; .* its fields are: prompt, chosen'),
         (read_pair, {"messages": [U, A]}, 'has no "chosen"'),
         (read_pair, {"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal"),
+        (read_pair, {"prompt": "a", "chosen": "b", "rejected": ""}, "a completion is empty"),
+        (read_labelled, {"prompt": "a", "completion": "", "label": False}, "a completion is empty"),
         (read_pair, {"prompt": "a", "question": "b", "chosen": "c", "rejected": "d"}, "several prompts"),
         (read_pair, {"chosen": [A], "rejected": [B]}, 'there is no "prompt"'),
         (read_pair, {"prompt": 1, "chosen": "c", "rejected": "d"}, '"prompt" must be'),
@@ -189,6 +192,16 @@ def test_turns_in_cells_of_a_table(folder: Path, write: Any) -> None:
     assert (own, other) == ("bc<|im_end|>", "d<|im_end|>")
 
 
+@pytest.mark.parametrize("form", ["pairs", "unpaired"])
+def test_batches_are_on_the_cpu_under_another_default_device(folder: Path, form: str) -> None:
+    records = [{"prompt": "ab", "chosen": "cd", "rejected": "e"}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
+    made = batches(folder, records, form, mismatched=form == "unpaired")
+    made._examples.reference = np.zeros((2, 4))
+    with torch.device("meta"):
+        (batch,) = made
+    assert {tensor.device.type for tensor in batch.values()} == {"cpu"} and "ref_log_probs" in batch
+
+
 def test_prompts_of_chosen_sequences_count_for_orpo(folder: Path) -> None:
     """All tokens but the first of the chosen sequence have a label; of the rejected one those of the completion."""
     made = batches(folder, [{"prompt": "ab", "chosen": "c", "rejected": "d"}], "pairs", prompt_targets=True)
@@ -241,8 +254,15 @@ def test_long_sequences(folder: Path) -> None:
     assert sorted(batch["examples"][:, 0].tolist()) == [0, 2]
     found = dict(zip(batch["examples"][:, 0].tolist(), counted(batch, made._documents), strict=False))
     assert found[0] == ("abcde", "cde")
-    (batch,) = batches(folder, records, "pairs", seq_len=5, excess_length_strategy="drop")
+    reason = "have more than seq_len (5) tokens: "
+    assert made._documents.notes.totals()[f"{reason}truncated"] == (2, 4 + 5 + 5)
+    made = batches(folder, records, "pairs", seq_len=5, excess_length_strategy="drop")
+    (batch,) = made
     assert batch["examples"][:, 0].tolist() == [2]
+    assert made._documents.notes.totals()[f"{reason}left out"] == (2, 9 + 4 + 10 + 10)
+    made = batches(folder, records, "unpaired", seq_len=5, excess_length_strategy="drop")
+    assert sorted(len(row) for batch in made for row in batch["examples"]) == [2, 2, 2]
+    assert made._documents.notes.totals()[f"{reason}left out"] == (2, 9 + 10 + 10)
     with pytest.raises(InputError, match=r"data\.jsonl:1: has 9 tokens, more than seq_len \(5\)"):
         list(batches(folder, records, "pairs", seq_len=5, excess_length_strategy="raise"))
 

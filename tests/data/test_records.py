@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from ligermodels.data.lines import LINE_BYTES
-from ligermodels.data.records import Completion, NothingToLearn, parse_line, read_record
+from ligermodels.data.record_fields import Format
+from ligermodels.data.records import ALL_QUESTIONS, Completion, NothingToLearn, parse_line, read_record
 
 USER, ASSISTANT = {"role": "user", "content": "Hi there!"}, {"role": "assistant", "content": "Hello, you?"}
 SYSTEM = {"role": "system", "content": "x"}
+CUT = {**ASSISTANT, "finish_reason": "length"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 CALLING = {"role": "assistant", "tool_calls": [CALL]}
 CALLING_BY_TEXT = {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": '{"a": 1}'}}]}
@@ -96,6 +98,11 @@ GOOD: dict[str, tuple[object, object]] = {
          ASSISTANT],
     ),
     "turns of the user are never trained on": ({"messages": [{**USER, "train": False}, ASSISTANT]}, [USER, ASSISTANT]),
+    "a chat that was cut": (messages(ASSISTANT, finish_reason="length"), [USER, CUT]),
+    "an answer that was cut": (
+        {"question": "Hi there!", "answer": "Hello, you?", "finish_reason": "length"}, [USER, CUT],
+    ),
+    "a chat that was not cut": (messages(ASSISTANT, finish_reason="stop"), [USER, ASSISTANT]),
     "a completion": ({"prompt": "a", "completion": " b"}, Completion("a", " b")),
     "a completion in turns": (
         {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]},
@@ -205,6 +212,10 @@ BAD: dict[str, tuple[object, str]] = {
     "masks": (messages({**ASSISTANT, "mask": 1}), 'turn 2 .*"mask" selects'),
     "masks in a turn": (messages({**ASSISTANT, "train_detail": [{"begin_offset": 0}]}), 'turn 2 .*"train_detail"'),
     "half weights": (messages({**ASSISTANT, "weight": 0.5}), 'turn 2 .*"weight" must be true, false, 1 or 0, got 0.5'),
+    "a cut turn of the user": (
+        messages(ASSISTANT, USER, finish_reason="length"),
+        "the last turn is not the assistant's",
+    ),
     "training on the user": ({"messages": [{**USER, "train": True}, ASSISTANT]}, "turn 1 .*of the user, and only"),
     "refusals": (messages({**ASSISTANT, "refusal": "no"}), 'turn 2 .*"refusal" is text that no'),
     "no list": ({"conversations": {"from": "gpt", "value": "x"}}, "a list of turns"),
@@ -244,6 +255,13 @@ TOOL, DOCUMENT = {"type": "function", "function": {"name": "f"}}, {"title": "a",
 )
 def test_what_goes_to_the_template(fields: dict[str, object], variables: dict[str, object]) -> None:
     assert parse_line(json.dumps(messages(ASSISTANT, **fields)).encode()) == ([USER, ASSISTANT], variables)
+
+
+@pytest.mark.parametrize("form", ALL_QUESTIONS, ids=lambda form: " and ".join(form.required))
+def test_a_column_without_a_name_is_no_part_of_a_question(form: Format) -> None:
+    """pandas writes its index so, in `to_csv`."""
+    record = {"": "7", **dict(zip(form.required, ("Hi there!", "Hello, you?"), strict=True))}
+    assert read_record(json.dumps(record).encode()) == (([USER, ASSISTANT], {}), [""])
 
 
 def test_fields_that_are_not_used_are_named() -> None:

@@ -13,6 +13,7 @@ from chat_templates import template_of, tokenizer_of
 from ligermodels.data.chat import ChatTemplate
 from ligermodels.data.corpus import Corpus
 from ligermodels.data.documents import Documents
+from ligermodels.data.unwritten import check_written
 from ligermodels.errors import InputError
 
 FIELDS: dict[str, tuple[str, Any, str]] = {
@@ -53,6 +54,17 @@ def test_a_template_that_writes_them_is_given_them(tmp_path: Path, field: str) -
     assert tokens is not None
     text = documents.tokenizer.decode(tokens.ids, skip_special_tokens=False)
     assert str(value).replace(" ", "") in text.replace("Ġ", "").replace(" ", "")
+
+
+def test_the_template_that_does_not_write_tools_is_named(tmp_path: Path) -> None:
+    """Of the two of a checkpoint, the template for chats with tools."""
+    template = ChatTemplate(SILENT, name="default")
+    template.tool_use = ChatTemplate(SILENT, name="tool_use")
+    with pytest.raises(ValueError, match='tool_use: does not write the "tools" of the chat'):
+        check_written(template, [{"role": "user", "content": "a"}], {"tools": [{"name": "f"}]})
+
+
+SILENT = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
 
 
 @pytest.mark.parametrize("field", ["tools", "functions"])

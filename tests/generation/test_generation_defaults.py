@@ -177,6 +177,8 @@ def test_options_of_sampling_in_greedy_decoding_are_a_warning() -> None:
     model = lm.from_config(LLAMA)
     with pytest.warns(UserWarning, match=r"^generate: temperature = 0.7, top_p = 0.9: without .*; give do_sample=True"):
         found = model.generate([[3, 1]], 2, temperature=0.7, generation_config={"top_p": 0.9, "top_k": 50})
+    with pytest.warns(UserWarning, match=r"^generate: generator: without effect"):
+        model.generate([[3, 1]], 2, generator=torch.Generator())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert found.equal(model.generate([[3, 1]], 2, temperature=1.0, top_k=0, top_p=None, min_p=0.0))

@@ -19,7 +19,7 @@ TOKEN = "hf_accepted"
 
 @dataclass
 class Hub:
-    """What the server has: `repos` maps repo id to its files, all of one commit, on branch main.
+    """What the server has: `repos` maps repo id to its files, all of one commit, on all of its `branches`.
 
     Of repos in `gated`, files need TOKEN. GETs of files in `cut` end half-way, and then fail;
     those in `dripped` send ten bytes a second, those in `stalled` nothing. `served` lists the files
@@ -29,6 +29,7 @@ class Hub:
 
     url: str
     repos: dict[str, dict[str, bytes]]
+    branches: set[str] = field(default_factory=lambda: {"main", COMMIT})
     gated: set[str] = field(default_factory=set)
     cut: set[str] = field(default_factory=set)
     dripped: set[str] = field(default_factory=set)
@@ -77,7 +78,8 @@ class _Handler(BaseHTTPRequestHandler):
                 repo = f"{made.get('organization') or 'somebody'}/{made['name']}"
                 hub.repos.setdefault(repo, {})
                 self._json({"url": f"{hub.url}/{repo}", "name": repo, "id": repo})
-            case ["api", "models", owner, name, "branch", _]:
+            case ["api", "models", owner, name, "branch", branch]:
+                hub.branches.add(branch)
                 self._json({})
             case ["api", "models", owner, name, "preupload", _]:
                 paths = [file["path"] for file in json.loads(body)["files"]]
@@ -111,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _api(self, repo: str, rest: list[str]) -> None:
         if repo not in self._hub.repos:
             return self._error(401, "RepoNotFound")  # What the hub says to those who have no token.
-        if len(rest) > 1 and rest[1] not in ("main", COMMIT):
+        if len(rest) > 1 and rest[1] not in self._hub.branches:
             return self._error(404, "RevisionNotFound")
         files = self._hub.repos[repo]
         match rest:
@@ -132,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
         hub = self._hub
         if repo not in hub.repos:
             return self._error(401, "RepoNotFound")
-        if revision not in ("main", COMMIT):
+        if revision not in hub.branches:
             return self._error(404, "RevisionNotFound")
         if repo in hub.gated and (authorization := self.headers.get("Authorization")) != f"Bearer {TOKEN}":
             return self._error(403 if authorization else 401, "GatedRepo")

@@ -133,9 +133,23 @@ def test_other_states_than_json_are_named(base: Path, data: Path, tmp_path: Path
         fine_tune(recipe_of(base, data), tmp_path / "out", callbacks=[Wrong()])
 
 
+class OtherArguments(Callback):
+    def on_step(self, event: Event, **more: Any) -> None: ...
+
+    def on_save(self) -> None:  # type: ignore[override]
+        ...
+
+
 WRONG: list[tuple[dict[str, Any], list[Any], type[Exception], str]] = [
     ({}, [Recorder], InputError, r"callbacks: must be instances of Callback.*; give an instance of the class"),
     ({}, [print], InputError, r"callbacks: must be instances of Callback"),
+    ({}, [OtherArguments()], InputError, r"callbacks: OtherArguments.on_save: must take the arguments \(self, event\)"),
+    (
+        {"callback": "test_callbacks:OtherArguments"},
+        [],
+        InputError,
+        r"callbacks: OtherArguments.on_save: must take the arguments \(self, event\)",
+    ),
     ({"callback": "nothing"}, [], ConfigError, r"callback: must be module:name, such as my_code:name; got 'nothing'"),
     (
         {"callback": "no_such_module:A"},

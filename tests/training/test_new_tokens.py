@@ -18,6 +18,7 @@ from zoo import LLAMA, make_checkpoint
 import ligermodels as lm
 from ligermodels.adapt.adapter import rewrite_adapter
 from ligermodels.convert.config_json import read_json
+from ligermodels.convert.more_rows import zero_rows
 from ligermodels.data.chat import ChatTemplate
 from ligermodels.data.new_tokens import with_tokens
 from ligermodels.data.template_files import missing_tokens
@@ -33,7 +34,8 @@ CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hel
 
 
 def make_base(folder: Path, *, spare: int = 0, **config: Any) -> int:
-    """A tiny Llama 3 base model, with `spare` unused rows. Returns the number of its tokens."""
+    """A tiny Llama 3 base model, with `spare` unused rows, or without rows for its last tokens (Gemma 3 1B has a token
+    for images without a row). Returns the number of its tokens."""
     tokenizer = tokenizer_of("llama-3.1", folder)
     tokenizer.backend.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.backend.save(str(folder / "tokenizer.json"))
@@ -66,7 +68,7 @@ def chats(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("shard", [None, "20KB"])
-@pytest.mark.parametrize("spare", [0, 1, 8])
+@pytest.mark.parametrize("spare", [-2, 0, 1, 8])
 @pytest.mark.parametrize("tied", [False, True])
 def test_rows_of_new_tokens_are_those_of_transformers(
     tmp_path: Path, spare: int, tied: bool, shard: str | None
@@ -87,14 +89,14 @@ def test_rows_of_new_tokens_are_those_of_transformers(
         and len(AutoTokenizer.from_pretrained(folder)) == used + 2
     )
     with torch.no_grad():  # transformers' mean is of all rows: leave only those that tokens have
-        before.resize_token_embeddings(used)
+        before.resize_token_embeddings(known := min(used, used + spare))
         before.resize_token_embeddings(used + 2)  # noise of 1e-9 times the covariance
     for resized, expected in (
         (after.get_input_embeddings(), before.get_input_embeddings()),
         (after.get_output_embeddings(), before.get_output_embeddings()),
     ):
         torch.testing.assert_close(resized.weight[: used + 2], expected.weight, rtol=0, atol=1e-4)
-        assert torch.equal(resized.weight[:used], expected.weight[:used]) and len(resized.weight) == size
+        assert torch.equal(resized.weight[:known], expected.weight[:known]) and len(resized.weight) == size
     assert any(path.is_symlink() for path in folder.glob("*.safetensors")) == bool(shard)
     assert with_tokens(base / "config.json", base, base, NEW) == folder
     lm.from_pretrained(folder)
@@ -146,7 +148,7 @@ def test_embeddings_that_are_not_trained_get_no_tokens(tmp_path: Path, chats: Pa
     assert found.tokenizer == base and not found.new_tokens
 
 
-@pytest.mark.parametrize("spare", [0, 8])
+@pytest.mark.parametrize("spare", [-1, 0, 8])
 @pytest.mark.parametrize("tied", [False, True])
 def test_lora_with_new_tokens(
     tmp_path: Path, chats: Path, tied: bool, spare: int, monkeypatch: pytest.MonkeyPatch
@@ -158,7 +160,8 @@ def test_lora_with_new_tokens(
     monkeypatch.chdir(tmp_path)
     recipe, said = recipe_of(Path("base"), chats, checkpoint_every=1, **settings), list[str]()
     fine_tune(recipe.changed({"steps": 1}), out, console=Console(say=said.append))
-    rows = f"{used}, {used + 1}"
+    new = range(min(used, used + spare), used + 2)
+    rows = ", ".join(map(str, new))
     assert f"lora_trainable_token_indices: is {rows}, which trains the rows of the new tokens" in said
     assert fine_tune(recipe, out, resume=True).step == 2
     assert read_json(out / "adapter_config.json")["base_model_name_or_path"] == str(base)
@@ -176,7 +179,7 @@ def test_lora_with_new_tokens(
     again = load_file(tmp_path / "again" / "adapter_model.safetensors")
     stored = load_file(out / "adapter_model.safetensors")
     assert {name: len(tensor) for name, tensor in stored.items() if "lora" not in name} == {
-        f"base_model.model.{module}.token_adapter.trainable_tokens_delta": 2
+        f"base_model.model.{module}.token_adapter.trainable_tokens_delta": len(new)
         for module in (["model.embed_tokens"] if tied else ["model.embed_tokens", "lm_head"])
     }
     assert again.keys() == stored.keys() and all(torch.equal(again[name], stored[name]) for name in stored)
@@ -195,7 +198,7 @@ def test_lora_with_new_tokens(
     assert found.keys() == stored.keys() and all(torch.equal(found[name], stored[name]) for name in stored)
 
 
-@pytest.mark.parametrize("spare", [0, 8])
+@pytest.mark.parametrize("spare", [-1, 0, 8])
 @pytest.mark.parametrize("tied", [False, True])
 def test_peft_opens_lora_with_new_tokens(tmp_path: Path, chats: Path, tied: bool, spare: int) -> None:
     """As it is, through the tokenizer beside the adapter; or on a base that was resized for it."""
@@ -206,7 +209,7 @@ def test_peft_opens_lora_with_new_tokens(tmp_path: Path, chats: Path, tied: bool
     ids = torch.tensor([[3, used, 5, used + 1, 7]])
     logits = lm.load_adapter(lm.from_pretrained(base), out).eval()(ids).logits[..., : used + 2]
     resized = AutoModelForCausalLM.from_pretrained(base)
-    if not spare:
+    if spare < 2:
         resized.resize_token_embeddings(used + 2)
     with torch.no_grad():
         for theirs in (
@@ -272,6 +275,11 @@ def test_embeddings_that_the_base_model_left_at_zero(tmp_path: Path, chats: Path
         Base.find(recipe_of(tmp_path / "base", chats, **rows, chat_template="llama3"))
         Base.find(recipe_of(tmp_path / "base", chats, chat_template="llama3"))
         Base.find(recipe_of(tmp_path / "base", chats, lora_rank=2, chat_template="alpaca"))
+
+
+def test_a_token_without_a_row_is_not_at_zero(tmp_path: Path) -> None:
+    used = make_base(tmp_path)
+    assert zero_rows(tmp_path, used, [0, used, used + 10**6]) == []
 
 
 def test_a_run_with_new_tokens_resumes(tmp_path: Path, chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
