@@ -108,13 +108,7 @@ def verify(
         check_number("tolerance", tolerance)
     model = from_pretrained(folder, dtype=dtype, device=device, attention=attention, progress=progress)
     dtype, device = model.dtype, model.device
-    if input_ids is None:
-        ids = torch.randint(model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
-    else:
-        ids = torch.tensor([list(input_ids)], dtype=torch.long)
-    if ids.numel() == 0:
-        raise InputError("input_ids: verify needs at least one token")
-    ids = ids.to(device)
+    ids = _ids(input_ids, tokens, model.config.vocab_size).to(device)
     spec = model.export_spec
     layouts = [] if spec is None else [spec.weight_map, layout_in_memory(spec, model.config)]
     pairs = [modules_in_common(layout) for layout in layouts]
@@ -142,6 +136,16 @@ def verify(
         if names.get(name) in theirs
     ]
     return Report(places, TOLERANCES[dtype] if tolerance is None else tolerance, ids.numel())
+
+
+def _ids(input_ids: Sequence[int] | None, tokens: int, vocab_size: int) -> Tensor:
+    """The tokens to run, long (1, n): given, or so many random ones."""
+    if input_ids is None:
+        return torch.randint(vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([list(input_ids)], dtype=torch.long)
+    if ids.numel() == 0:
+        raise InputError("input_ids: verify needs at least one token")
+    return ids
 
 
 def modules_in_common(weights: WeightMap) -> dict[str, str]:
