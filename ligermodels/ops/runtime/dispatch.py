@@ -58,7 +58,8 @@ class set_backend(Setting):
     """Makes every op run on one backend, for the whole process and all threads.
 
     It takes effect at the call; as a context manager, it ends with the context. A backward pass runs on the backend of
-    its forward pass.
+    its forward pass, except for ops whose backward pass computes parts of the forward pass again, or is shared with
+    other ops (losses of a linear head, sums of experts' rows, float8): they ask for the setting again.
 
     Args:
         backend: "reference" or "triton"; None lets each op choose by its tensors.
