@@ -48,7 +48,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation:
         (..., N), or (..., N / 2) with an activation.
 
     Raises:
-        InputError: N is odd, and there is an activation. For other errors see `torch.nn.functional.linear`.
+        InputError: N is odd, and there is an activation; or, with `set_batch_invariant`, shapes, dtypes or devices do
+            not fit. For other errors see `torch.nn.functional.linear`.
     """
     if not (torch.is_grad_enabled() or torch.compiler.is_compiling()) and _plain(x, weight, bias):
         for backend in BACKENDS:
@@ -70,6 +71,7 @@ def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         (..., N).
 
     Raises:
+        InputError: `set_batch_invariant` is on, and shapes, dtypes or devices do not fit.
         BackendError: `set_batch_invariant` is on, and an operand is a DTensor.
     """
     return batch_invariant_linear(x, weight, bias) if set_batch_invariant.value else F.linear(x, weight, bias)
