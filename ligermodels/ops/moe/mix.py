@@ -115,7 +115,7 @@ def _few_tokens_refuses(
         return "the activation is a function; it takes silu, gelu and gelu_tanh of pairs of channels"
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weights, *others)):
         return "it has no gradients"
-    if any(t is not None and t.dtype != x.dtype for t in others) or autocast_dtype(x) not in (None, x.dtype):
+    if any(t is not None and t.dtype != x.dtype for t in others) or autocast_dtype(x) != x.dtype:
         return "the experts' weights are not of the tokens' dtype"
     if not (gate_up.is_contiguous() and down.is_contiguous()):
         return "the experts' weights are not contiguous"  # it would copy all of them

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.glu.glu import GLUOptions, gated_activation
-from ligermodels.ops.moe.experts import grouped_mm
+from ligermodels.ops.moe.experts import group_of_rows, grouped_mm
 from ligermodels.ops.moe.few_tokens import few_tokens
 from ligermodels.ops.moe.mix import by_expert, require_grouped_mm, takes_few_tokens
 from ligermodels.ops.quantized.dequantize import dequantize_weight, dequantize_weight_reference
@@ -149,11 +149,6 @@ def _of_rows(biases: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     return grouped_mm(y.new_ones(y.shape[0], 8), columns, offsets)
 
 
-def _groups(rows: int, offsets: Tensor) -> Tensor:
-    """Long (rows,): the group of each row."""
-    return torch.bucketize(torch.arange(rows, device=offsets.device), offsets, right=True)
-
-
 def _pieces(size: int, others: int, unit: int) -> Iterator[slice]:
     """Divide `size` into slices of whole units, each of at most PIECE elements with `others` elements beside it."""
     step = max(PIECE // (others * unit), 1) * unit
@@ -169,10 +164,10 @@ def _quantized_grouped_forward(x: Tensor, codes: Tensor, scales: Tensor, offsets
     if is_fake(x):
         return y
     if expert_rows_refuse(x, x.shape[0], experts, codes) is None:
-        return expert_rows(x, _groups(x.shape[0], offsets), codes, scales, None, experts, x.shape[0])
+        return expert_rows(x, group_of_rows(x, offsets), codes, scales, None, experts, x.shape[0])
     codes, scales = (tensor.unflatten(0, (experts, outputs)) for tensor in (codes, scales))
     if x.shape[0] <= FEW_ROWS:
-        own = _groups(x.shape[0], offsets)
+        own = group_of_rows(x, offsets)
         weight = dequantize_weight(codes[own].flatten(0, 1), scales[own].flatten(0, 1), width, x.dtype)
         return torch.bmm(weight.view(-1, outputs, width), x[..., None])[..., 0]
     for rows in _pieces(outputs, experts * width, 8):
