@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.glu.glu import GLUOptions, gated_activation
+from ligermodels.ops.glu.glu import GLUOptions, check_options, gated_activation
 from ligermodels.ops.moe.experts import group_of_rows, grouped_mm
 from ligermodels.ops.moe.few_tokens import few_tokens
 from ligermodels.ops.moe.mix import by_expert, require_grouped_mm, takes_few_tokens
@@ -111,6 +111,7 @@ def quantized_mix_experts(
             check_tensor(name, each, bias, (num_experts, width), x.device)
     check_quantized(name, *gate_up, x.shape[1], x.device)
     check_quantized(name, *down, size, x.device)
+    check_options(name, activation)
     check_chosen(name, experts, num_experts)
     biases = [None if bias is None else bias.to(x.dtype) for bias in (gate_up_bias, down_bias)]
     with_gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weights, *biases))
