@@ -178,7 +178,7 @@ def _quantized_grouped_backward(dy: Tensor, codes: Tensor, scales: Tensor, offse
     if is_fake(dy):
         return dx
     for columns in pieces(in_features, codes.shape[0], GROUP, PIECE):
-        own = (each.contiguous() for each in columns_of(codes, scales, columns))
+        own = QuantizedWeight(*(each.contiguous() for each in columns_of(codes, scales, columns)))
         weight = dequantize_weight(*own, columns.stop - columns.start, dy.dtype).unflatten(0, (len(offsets), -1))
         dx[:, columns] = grouped_mm(dy, weight.transpose(1, 2), offsets)
     return dx
