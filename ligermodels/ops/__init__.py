@@ -45,7 +45,7 @@ from ligermodels.ops.loss.cross_entropy import cross_entropy, cross_entropy_refe
 from ligermodels.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from ligermodels.ops.loss.linear_distillation import linear_distillation, linear_distillation_reference
 from ligermodels.ops.loss.linear_log_probs import TokenLogProbs, linear_log_probs, linear_log_probs_reference
-from ligermodels.ops.moe.chosen_rows import ChosenRows, sum_rows, take_rows
+from ligermodels.ops.moe.chosen_rows import ChosenRows, gather_rows, sum_rows, take_rows
 from ligermodels.ops.moe.experts import Routes, grouped_mm, grouped_mm_reference, sort_by_expert
 from ligermodels.ops.moe.mix import by_expert, grouped_mlp, mix_experts, require_grouped_mm, set_experts_backend
 from ligermodels.ops.norm.gated_rms_norm import gated_rms_norm, gated_rms_norm_reference
@@ -129,6 +129,7 @@ __all__ = [
     "gated_delta_rule_tree_reference",
     "gated_rms_norm",
     "gated_rms_norm_reference",
+    "gather_rows",
     "geglu",
     "geglu_reference",
     "grouped_mlp",

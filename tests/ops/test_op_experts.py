@@ -103,6 +103,10 @@ def test_rows_go_to_their_experts_and_back(where: Where, tokens: int, k: int, nu
     for start, end in zip([0, *offsets.tolist()], offsets.tolist(), strict=False):
         assert torch.equal(order[start:end], order[start:end].sort().values)  # in token order
 
+    x = torch.randn(tokens, 11, dtype=where.dtype, device=where.device)
+    with pytest.warns(DeprecationWarning, match="use ops.take_rows"):
+        assert torch.equal(ops.gather_rows(x, order, inverse, copies=k), x.repeat_interleave(k, 0)[order])
+
 
 @pytest.mark.parametrize(("tokens", "k", "width"), [(1, 1, 1), (7, 3, 1030), (40, 8, 64), (0, 2, 5), (9, 2, 0)])
 @pytest.mark.parametrize("part", ["all", "some", "none"])

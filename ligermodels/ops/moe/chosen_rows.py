@@ -5,6 +5,7 @@ computes. A sum reads each row once and writes each token once, in a fixed order
 a row and the gradient of its token once, for the gradients of the row and of its weight.
 """
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -69,6 +70,23 @@ def sum_rows(y: Tensor, weights: Tensor | None, chosen: ChosenRows) -> Tensor:
     _SUM.check("sum_rows", y, weights, *chosen)
     weights = None if weights is None else weights.to(torch.promote_types(weights.dtype, torch.float32))
     return _SumChosen.apply(y, weights, *chosen)
+
+
+def gather_rows(x: Tensor, index: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
+    """Deprecated: x[index // copies] is take_rows(x, ChosenRows(index, inverse.view(-1, copies))).
+
+    Args:
+        x: (N, H), floating.
+        index: long (N * copies,), a permutation, such as `Routes.order`.
+        inverse: long (N * copies,), the inverse of `index`.
+        copies: number of copies of each row. Default: 1.
+
+    Returns:
+        (N * copies, H), of x's dtype.
+    """
+    message = "ops.gather_rows is deprecated: use ops.take_rows(x, ops.ChosenRows(index, inverse.view(-1, copies)))"
+    warnings.warn(message, DeprecationWarning, stacklevel=2)
+    return take_rows(x, ChosenRows(index, inverse.view(-1, copies)))
 
 
 class _TakeChosen(torch.autograd.Function):
