@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,16 +79,12 @@ def attention(
     """
     _TENSORS.check("attention", q, k, v, mask, cu_seqlens, sinks)
     if softmax_scale is not None or window is not None or softcap is not None:
-        check_scores("attention", softmax_scale, window, softcap)
+        _check_options(softmax_scale, window, softcap, mask)
     (batch, length, heads, head_dim), (_, num_keys, kv_heads, value_dim) = q.shape, v.shape
     if not kv_heads or heads % kv_heads:
         raise InputError(f"attention: q has {heads} heads, k {kv_heads}; the heads of k must divide those of q")
     if num_keys < length:
         raise InputError(f"attention: {length} queries but only {num_keys} keys; give at least as many keys")
-    if mask is not None and window is not None:
-        raise InputError(
-            "attention: window: a mask replaces the causal rule; give one of them, or a mask with the window"
-        )
     if cu_seqlens is not None:
         _check_bounds(cu_seqlens, batch, num_keys, mask)
     request = AttentionRequest(
@@ -103,6 +100,12 @@ def attention(
         q, k, v = (_aligned(x, request.compiling) for x in (q, k, v))
     with without_autocast(q):  # or some backends would return autocast's dtype
         return choose(request, backend).run(q, k, v, request, mask, cu_seqlens, sinks)
+
+
+def _check_options(softmax_scale: Any, window: Any, softcap: Any, mask: Tensor | None) -> None:
+    check_scores("attention", softmax_scale, window, softcap)
+    if mask is not None and window is not None:
+        raise InputError("attention: window: a mask replaces the causal rule and the window; leave the window out")
 
 
 def choose(request: AttentionRequest, name: str = "auto") -> Backend:
