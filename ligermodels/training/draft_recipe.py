@@ -44,6 +44,7 @@ class DraftRecipe(TrainingRecipe, init=False):
     """Settings of a run that trains a draft head on a frozen model."""
 
     trains_heads: ClassVar[bool] = True
+    reads_start: ClassVar[bool] = True
     kept: ClassVar[frozenset[str]] = frozenset({"start_from"})
 
     start_from: PathName = Field(None, description="Head to start from: a folder or a hub id.  [default: a new head]")

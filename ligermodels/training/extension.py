@@ -14,6 +14,9 @@ from ligermodels.training.optimizer_settings import DECAY, schedule_options
 from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.schedule import schedule_factor
 
+LOSS_SCHEDULE = "heads_loss_weight_schedule"
+"""Setting by which losses depend on the number of steps, as learning rates do, unless it is "constant"."""
+
 
 def check_schedule(
     recipe: TrainingRecipe, steps: int, warmup_steps: int, start: int, checkpoint: Mapping[str, Any]
@@ -21,7 +24,8 @@ def check_schedule(
     """Check the length and the schedule of a run, and of a run that resumes whether it may have them.
 
     A run that resumes may become longer. It may also become shorter, and change the settings in DECAY, if the learning
-    rates of all steps that it took are those of the new schedule: in the stable phase of "wsd", or with "constant".
+    rates of all steps that it took are those of the new schedule: in the stable phase of "wsd", or with "constant". A
+    run does not become shorter if a LOSS_SCHEDULE gave its steps other losses.
 
     Args:
         recipe: the settings.
@@ -31,7 +35,7 @@ def check_schedule(
         checkpoint: run.json of the checkpoint to resume from; empty for a new run.
 
     Returns:
-        Whether all steps that were taken had the learning rates of this schedule.
+        Whether all steps that were taken had the learning rates and the losses of a run of this length.
 
     Raises:
         ConfigError: the decay is longer than the run, or the run may not become shorter or change its decay.
@@ -47,13 +51,19 @@ def check_schedule(
     old = _factors(before, steps_before, int(checkpoint.get("warmup_steps", warmup_steps)), start)
     new = _factors(now, steps, warmup_steps, start)
     differs = next((step for step in range(start) if old[step] != new[step]), None)
-    if differs is None and steps >= start:
+    keeps_rates = differs is None and steps >= start
+    loss_schedule = now.get(LOSS_SCHEDULE, "constant")
+    keeps_losses = loss_schedule == "constant" or steps == steps_before
+    if keeps_rates and keeps_losses:
         return True
     if steps < steps_before:
+        reason = f", with {LOSS_SCHEDULE} constant" if keeps_rates else ""
         raise ConfigError(
             f"steps: the run has {steps_before:,}, and would have {steps:,}; a run that resumes can be extended, and "
-            "only before the decay of a schedule wsd be shortened"
+            f"only before the decay of a schedule wsd be shortened{reason}"
         )
+    if keeps_rates:
+        return False
     for name in sorted(DECAY):
         if now[name] != before[name]:
             raise ConfigError(
@@ -102,7 +112,7 @@ def continue_schedule(
         state: state dict of the schedule.
         steps: steps of the run.
         steps_before: steps that it had before it was extended.
-        is_same: whether the steps taken had the learning rates of this schedule; see `check_schedule`.
+        is_same: whether the steps taken are those of a run of `steps` steps; see `check_schedule`.
         say: called with a message about the extension.
     """
     schedule.load_state_dict(dict(state))

@@ -18,7 +18,7 @@ from ligermodels.convert.locks import Locked, locked
 from ligermodels.convert.saving import require_free
 from ligermodels.errors import CheckpointError
 from ligermodels.training.checkpoints import Checkpoints
-from ligermodels.training.inputs import BY_CONTENT, TEACHER, Content
+from ligermodels.training.inputs import BY_CONTENT, START, TEACHER, Content
 from ligermodels.training.recipe import TrainingRecipe
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def prepare(folder: Path, recipe: TrainingRecipe, content: Content, *, start_ove
 def read_content(folder: Path) -> Content:
     """The fingerprints that a run wrote. Raises CheckpointError or ConfigError if they are missing or damaged."""
     content: Content = read_json(folder / CONTENT)
-    if content.keys() - {TEACHER} != BY_CONTENT:
+    if content.keys() - {TEACHER, START} != BY_CONTENT:
         raise CheckpointError(f"{folder / CONTENT}: is damaged: it must hold {', '.join(sorted(BY_CONTENT))}")
     return content
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ligermodels.convert import hub
+from ligermodels.convert.files import matching
 from ligermodels.data import fingerprint
 from ligermodels.data.built_in_templates import template_file
 from ligermodels.data.documents import Documents
@@ -25,6 +26,7 @@ from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.training.base import Base
 from ligermodels.training.console import Console
 from ligermodels.training.locations import comparable_settings
+from ligermodels.training.mtp_recipe import NEW
 from ligermodels.training.optimizer_settings import DECAY
 from ligermodels.training.recipe import R, TrainingRecipe
 from ligermodels.training.settings import with_effect
@@ -35,11 +37,18 @@ BY_CONTENT = {"base", "data", "chat_template"}
 TEACHER = "teacher"
 """Setting of the objective distill, and the name of its fingerprints beside BY_CONTENT, if it is given."""
 
+START = "start_from"
+"""Setting of the heads that a run starts from, and the name of their fingerprints, if they are read again when the run
+resumes."""
+
 LENGTH = {"steps", "epochs"}
 """Settings of the length of a run. It may become longer when it resumes."""
 
+WEIGHTS = (".safetensors", ".bin")
+"""Endings of files of weights."""
+
 Content = dict[str, list[Fingerprint]]
-"""Setting in BY_CONTENT, or TEACHER -> fingerprints of its files."""
+"""Setting in BY_CONTENT, TEACHER or START -> fingerprints of its files."""
 
 
 class DataSource(NamedTuple):
@@ -159,13 +168,17 @@ def mixture_summary(recipe: TrainingRecipe, documents: Documents, mixture: Mixtu
 
 
 def same_recipe(recipe: R, before: Mapping[str, Any]) -> R:
-    """`recipe` with the date and the `kept` settings of a checkpoint's settings `before`.
+    """`recipe` with the date and the `kept` settings of a checkpoint's settings `before`. Heads that are read again may
+    be in another folder now.
 
     Raises ConfigError if the two differ in a setting that affects training, other than LENGTH and DECAY."""
     before = settings_before(recipe, before)
     kept = {name: before[name] for name in recipe.kept}
+    if recipe.reads_start and kept[START] and (start := recipe.settings()[START]):
+        kept[START] = start
     recipe = recipe.model_copy(update={"date": recipe.date or before["date"], **kept})
-    free = recipe.may_change | BY_CONTENT | {TEACHER} | LENGTH | DECAY  # `check_schedule` compares LENGTH and DECAY
+    # `check_schedule` compares LENGTH and DECAY.
+    free = recipe.may_change | recipe.kept | BY_CONTENT | {TEACHER} | LENGTH | DECAY
     now = {name: value for name, value in recipe.settings().items() if name not in free}
     if message := changes(*(comparable_settings(type(recipe).model_fields, settings) for settings in (now, before))):
         raise ConfigError(f"the run cannot resume with another recipe: {message}; leave it out, or start over")
@@ -197,7 +210,7 @@ def content_of(recipe: TrainingRecipe, base: Base, *, on_meta: bool = False) -> 
     Args:
         recipe: the settings.
         base: the files of the base model.
-        on_meta: leave out the weights of a teacher, so that they are not fetched from the hub.
+        on_meta: leave out the weights of a teacher and of heads, so that they are not fetched from the hub.
     """
     content = {
         "base": base.fingerprints(),
@@ -207,6 +220,14 @@ def content_of(recipe: TrainingRecipe, base: Base, *, on_meta: bool = False) -> 
     if teacher := recipe.settings().get(TEACHER):
         folder = hub.resolve(teacher, weights=not on_meta)
         content[TEACHER] = fingerprint.of_checkpoint(folder / "config.json", folder, None if on_meta else folder)
+    if recipe.reads_start and (start := recipe.settings()[START]) not in (None, NEW):
+        try:
+            folder = hub.resolve(start, weights=not on_meta)
+        except CheckpointError as error:
+            raise CheckpointError(f"{START}: {error}; give the folder of these heads, wherever it is now") from None
+        patterns = ("config.json", *(() if on_meta else (f"*{ending}" for ending in WEIGHTS)))
+        names = sorted(path.name for path in folder.iterdir() if matching(path.name, patterns))
+        content[START] = [fingerprint.of_file(folder / name) for name in names]
     return content
 
 
@@ -219,19 +240,18 @@ def data_content(recipe: TrainingRecipe) -> list[Fingerprint]:
 
 
 def require_same_content(now: Content, before: Content, *, weightless: Collection[str] = ()) -> None:
-    """Raise InputError for other data, CheckpointError for another base, teacher or chat template; messages name the
-    files.
+    """Raise InputError for other data, CheckpointError for another base, teacher, chat template or heads; messages name
+    the files.
 
     Args:
         now: fingerprints of the files that there are.
-        before: fingerprints at the start of the run; earlier releases have none of a teacher.
+        before: fingerprints at the start of the run; earlier releases have none of a teacher or of heads.
         weightless: names for which `now` has no fingerprints of weights; those in `before` do not count.
     """
-    errors = {"data": InputError, "chat_template": CheckpointError, TEACHER: CheckpointError, "base": CheckpointError}
-    for name in (name for name in errors if name in now and name in before):
-        known = [file for file in before[name] if name not in weightless or not file["name"].endswith(".safetensors")]
+    for name in (name for name in ("data", "chat_template", TEACHER, START, "base") if name in now and name in before):
+        known = [file for file in before[name] if name not in weightless or not file["name"].endswith(WEIGHTS)]
         if differences := list(_differences(now[name], known, in_order=name == "data")):
-            raise errors[name](
+            raise (InputError if name == "data" else CheckpointError)(
                 f"{name}: differs from the start of the run: {'; '.join(differences)}. Give the original files, "
                 "wherever they are now, or start over"
             )

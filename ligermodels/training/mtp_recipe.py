@@ -25,6 +25,7 @@ class MTPRecipe(TrainingRecipe, init=False):
 
     kind: ClassVar[str] = "mtp"
     trains_heads: ClassVar[bool] = True
+    reads_start: ClassVar[bool] = True
     may_change: ClassVar[frozenset[str]] = TrainingRecipe.may_change | {"write"}
     kept: ClassVar[frozenset[str]] = frozenset({"start_from"})
 

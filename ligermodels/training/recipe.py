@@ -110,6 +110,8 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
     """Whether heads are trained, alone or together with the model."""
     kept: ClassVar[frozenset[str]] = frozenset()
     """Settings that a resumed run takes from its checkpoint."""
+    reads_start: ClassVar[bool] = False
+    """Whether a run that resumes reads the heads in `start_from` again."""
 
     base: PathName = Field(None, description="The model: a checkpoint folder, or a Hugging Face hub id.")
     data: Annotated[tuple[str, ...], Located(absolute_data)] = Field(

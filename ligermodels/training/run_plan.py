@@ -32,6 +32,7 @@ from ligermodels.training.counting import count_steps, data_messages, num_docume
 from ligermodels.training.extension import check_schedule, warmup_steps
 from ligermodels.training.folder import require_apart
 from ligermodels.training.inputs import (
+    START,
     TEACHER,
     Content,
     content_of,
@@ -61,7 +62,7 @@ class RunPlan:
     steps, warmup_steps: number of optimizer steps, and of steps of linear warm-up.
     start: step of the checkpoint to resume from; 0 for a new run.
     checkpoint: the content of its run.json; empty for a new run.
-    keeps_learning_rates: whether all steps up to the checkpoint had the learning rates of this plan.
+    keeps_learning_rates: whether all steps up to the checkpoint had the learning rates, and the losses, of this plan.
     folder: folder of the run.
     counts: "training" and "validation" -> counts of an epoch of the splits that were read.
     """
@@ -185,7 +186,7 @@ def plan_run(
         content = on_first_rank(lambda: content_of(recipe, base, on_meta=on_meta))
         _require_same_data(documents, ranks)
         if checkpoint:
-            weightless = {TEACHER: on_meta, "base": not base.reads_weights}
+            weightless = {TEACHER: on_meta, START: on_meta, "base": not base.reads_weights}
             require_same_content(
                 content, checkpoint["content"], weightless={name for name in weightless if weightless[name]}
             )
@@ -223,7 +224,7 @@ def _tell_of_new_tokens(recipe: TrainingRecipe, base: Base, console: Console) ->
 
 def _check_start(recipe: TrainingRecipe) -> None:
     """ConfigError if the recipe starts from draft heads of another kind."""
-    start = recipe.settings().get("start_from")
+    start = recipe.settings().get(START)
     if start not in (None, NEW):
         require_command(config_of_heads(start), recipe.kind, start)
 
