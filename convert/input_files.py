@@ -176,18 +176,19 @@ def read_text(path: Path, error_class: ErrorClass, hint: str = "") -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def read_json_object(path: Path, error_class: ErrorClass, hint: str = "") -> dict[str, Any]:
-    """The JSON object in a file of at most JSON_BYTES.
+def read_json_object(path: Path, error_class: ErrorClass, hint: str = "", *, most: int = JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in a file of at most `most` bytes.
 
     Args:
         path: the file.
         error_class: class of the error.
         hint: text to append to the message if there is no such file.
+        most: largest size in bytes.
 
     Raises:
         error_class: the file is missing, too large, not JSON, nested too deep, or holds something else.
     """
-    content = read_bytes(path, error_class, JSON_BYTES, hint)
+    content = read_bytes(path, error_class, most, hint)
     try:
         value = parse_json(content)
     except ValueError as error:

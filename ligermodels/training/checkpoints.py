@@ -24,11 +24,11 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from ligermodels.convert.config_json import read_json
+from ligermodels.convert.input_files import read_json_object
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.saving import written_whole
 from ligermodels.convert.shards import is_dtensor, sharded_like
-from ligermodels.errors import CheckpointError, CheckpointWarning, ConfigError
+from ligermodels.errors import CheckpointError, CheckpointWarning
 from ligermodels.layers.sharding import reshard
 from ligermodels.parallel.ranks import gloo_group
 
@@ -376,9 +376,11 @@ def _checksum(path: Path) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    # As large as it was written: it holds the completions that further steps of GRPO use.
+    most = path.stat().st_size if path.is_file() else 0
     try:
-        return read_json(path)
-    except ConfigError as error:
+        return read_json_object(path, CheckpointError, most=most)
+    except CheckpointError as error:
         raise CheckpointError(f"{error}; remove {path.parent} to resume from another") from None
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ligermodels.arguments import OptimizerName
+from ligermodels.convert.input_files import JSON_BYTES
 from ligermodels.errors import CheckpointError
 from ligermodels.training import adamw, metrics
 from ligermodels.training.checkpoints import Checkpoints
@@ -94,6 +95,17 @@ def test_checkpoints_of_torchs_adamw_and_of_ours_fit_either(tmp_path: Path) -> N
         steps(other, another)
         for a, b in zip(model[1].parameters(), other[1].parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_a_checkpoint_with_many_completions_is_read(tmp_path: Path) -> None:
+    """Those that GRPO uses for further steps may be larger than any JSON file of a model."""
+    model, checkpoints = small(0), Checkpoints(tmp_path)
+    optimizer = adamw(model.parameters(), 1e-2)
+    checkpoints.save(1, model, optimizer, {"data": "x" * JSON_BYTES})
+    checkpoints.wait()
+    step, about = checkpoints.newest() or (0, {})
+    assert step == 1 and len(about["data"]) == JSON_BYTES
+    checkpoints.load(1, model, optimizer)
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
