@@ -16,7 +16,7 @@ from ligermodels.generation.sampling import check_values
 WRAP = "transformers' own generate has it: ligermodels.integrations.wrap(model).generate(...)"
 BEAMS = f"there is no beam search; sample, with do_sample=True and num_return_sequences, or {WRAP}"
 OUTPUTS = "generate returns token ids; for the logits call the model with them: model(ids).logits"
-SPECULATIVE = f"give draft, Medusa, MTP or EAGLE-3 heads on this model; or {WRAP}"
+SPECULATIVE = f"give draft, draft heads on this model (Medusa, MTP, EAGLE-3, DFlash or DSpark); or {WRAP}"
 CACHE = "leave it out: decoding always has a cache, of fixed size; cuda_graph=False turns CUDA graphs off"
 INPUTS = "generate takes token ids: give input_ids, and attention_mask where they have padding"
 

@@ -52,7 +52,8 @@ class FineTuningRecipe(ObjectiveRecipe, init=False):
     learning_rate: float = Field(
         2e-5,
         ge=0,
-        description="Peak learning rate.  [default: 2e-5, for LoRA 2e-4; on preference data 1e-6, for LoRA 1e-5]",
+        description="Peak learning rate.  [default: 2e-5, for LoRA 2e-4; on preference data and for grpo 1e-6, there "
+        "for LoRA 1e-5]",
     )
     lora_rank: int | None = Field(
         None, ge=1, description="Train LoRA of this rank, and write an adapter.  [default: all parameters are trained]"
