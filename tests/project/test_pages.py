@@ -270,6 +270,17 @@ def test_the_supported_families_are_listed() -> None:
     assert not [name for name in families if f"`{name}`" not in page]
 
 
+def test_the_walk_names_the_files_of_its_functions() -> None:
+    page = " ".join((ROOT / "docs" / "walk.md").read_text(encoding="utf-8").split())
+    pairs = re.findall(r"`([\w.]+)` \(`([\w/]+\.py)`", page)
+    pairs += [(name, path) for path, name in re.findall(r"`([\w/]+\.py)`: `([\w.]+)`", page)]
+    assert len(pairs) > 40
+    for name, path in pairs:
+        file = ROOT / "ligermodels" / path
+        word = name.rpartition(".")[2]
+        assert re.search(rf'\b(def|class) {word}\b|"{word}"', file.read_text(encoding="utf-8")), f"{name}: {path}"
+
+
 def test_the_formats_of_mtp_heads_are_listed() -> None:
     page, usual = (ROOT / "docs" / "mtp.md").read_text(encoding="utf-8"), MTPFormat()
     families = [family.model_type for module in MODULES for family in module.FAMILIES if family.mtp != usual]
