@@ -43,6 +43,9 @@ from ligermodels.training.settings import (
 
 R = TypeVar("R", bound="TrainingRecipe")
 
+SHORT = {"learning_rate": "lr"}
+"""Setting -> second name of its flag, which is no name of a setting."""
+
 CONDITIONS: tuple[Condition, ...] = (
     (
         ("evaluate_every", "validation_tokens"),
@@ -358,7 +361,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
             source: named in error messages.
 
         Raises:
-            ConfigError: an unknown setting (the message names the nearest known setting), or a wrong value.
+            ConfigError: an unknown setting (the message names a similar one, if there is any), or a wrong value.
 
         Examples:
             >>> FineTuningRecipe(steps=100).changed({"epochs": 2}).steps is None
@@ -367,8 +370,10 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
         settings, defaults = self.current_names(settings, source), self.defaults()
         for key in settings:
             if key not in defaults:
-                nearest = difflib.get_close_matches(str(key), defaults, n=1, cutoff=0.0)[0]
-                raise ConfigError(f"{source}: there is no setting {key!r}; the nearest is {nearest!r}")
+                near = [name for name, short in SHORT.items() if short == key]
+                near += difflib.get_close_matches(str(key), defaults, n=1)
+                hint = f"the nearest is {near[0]!r}" if near else "the --help of the train command lists all"
+                raise ConfigError(f"{source}: there is no setting {key!r}; {hint}")
         new = {**dict(self), **settings}
         for key, value in settings.items():
             if isinstance(section := getattr(self, key), BaseModel) and isinstance(value, Mapping):
