@@ -89,8 +89,8 @@ class FineTuningRecipe(ObjectiveRecipe, init=False):
     router_bias_update_rate: float = Field(
         0.0,
         ge=0,
-        description="Mixtures with selection biases (DeepSeek-V3, GLM-4.5): change of the biases after each step, "
-        "towards an even load, such as 0.001.",
+        description="Mixtures with selection biases (DeepSeek-V3, GLM-4.5 and others): change of the biases after each "
+        "step, towards an even load, such as 0.001.",
     )
 
     lm_eval: Names = Field(
