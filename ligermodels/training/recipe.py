@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from ligermodels.arguments import ActivationCheckpointing, Condition, without_effect
+from ligermodels.arguments import ActivationCheckpointing, Condition, no_effect, without_effect
 from ligermodels.data.built_in_templates import TOKENS as BUILT_IN
 from ligermodels.errors import ConfigError, short, validation_message
 from ligermodels.parallel.plan import ParallelPlan
@@ -294,7 +294,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
                 "parallel.activation_checkpointing: give it as activation_checkpointing, outside parallel"
             )
         for name, reason in without_effect(self.conditions, dict(self), self.defaults()):
-            raise ConfigError(f"{name}: {reason}; leave it out")
+            raise ConfigError(no_effect(name, reason))
 
     @property
     def shortest_sequence(self) -> tuple[int, str]:
