@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def config_in(folder: Path) -> dict[str, Any]:
 
 
 def as_config(config: Mapping[Any, Any]) -> dict[str, Any]:
-    """A config that a caller gives, as a dict.
+    """A config that a caller gives, as a dict of its own: neither changes the other.
 
     Raises:
         ConfigError: a name of a field is no string, or values are nested too deep or in themselves.
@@ -52,7 +53,7 @@ def as_config(config: Mapping[Any, Any]) -> dict[str, Any]:
         check_depth(fields)
     except ValueError as error:
         raise ConfigError(f"config: {error}") from None
-    return fields
+    return copy.deepcopy(fields)
 
 
 THINKER, TEXT = "thinker_config", "text_config"

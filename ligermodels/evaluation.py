@@ -23,7 +23,9 @@ NO_BATCH = "batches: there is no text to evaluate on; give at least one batch"
 
 @torch.no_grad()
 def evaluate(model: CausalLM, batches: Iterable[Batch]) -> float:
-    """Mean loss per target, in nats, over all batches; its exponential is the perplexity.
+    """Mean cross entropy per target, in nats, over all batches; its exponential is the perplexity.
+
+    Losses of the routers of a mixture of experts are not part of it.
 
     If FSDP2 shards the model, each rank gives its own batches, and the result is the mean over the batches of all
     ranks. Every rank needs the same number of batches; a batch may be without targets.
@@ -47,10 +49,9 @@ def evaluate(model: CausalLM, batches: Iterable[Batch]) -> float:
         ranks = DataRanks.of(model)
         for batch in batches:
             inputs: dict[str, Any] = on_device(batch, model.device)
-            count = int(count_targets(model, [batch]))
-            loss = model(**inputs, reduction="sum")["loss"].double()
-            losses.append(loss if count else torch.zeros_like(loss))  # an auxiliary loss does not depend on targets
-            counts.append(count)
+            counts.append(int(count_targets(model, [batch])))
+            by_token = model(**inputs, reduction="none")["loss"]  # other reductions include the routers' losses
+            losses.append(by_token.double().sum())
     if not losses:
         raise InputError(NO_BATCH)
     sums = torch.stack([torch.stack(losses).sum(), losses[0].new_tensor(sum(counts))])

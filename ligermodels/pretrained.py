@@ -34,6 +34,7 @@ from ligermodels.convert.reading import reading
 from ligermodels.errors import (
     AdapterWarning,
     BackendError,
+    CheckpointError,
     ConfigError,
     InputError,
     arguments_named,
@@ -289,6 +290,8 @@ def from_transformers(
             f"from_transformers: takes a ...ForCausalLM of transformers in memory, got a {type(hf_model).__name__}; "
             "from_pretrained loads a checkpoint"
         )
+    if getattr(hf_model, "peft_config", None):
+        raise CheckpointError("from_transformers: the model has adapters; merge them first, by merge_and_unload()")
     first = next(hf_model.parameters())
     model_dtype = resolve_dtype(dtype, torch_dtype) or first.dtype
     target = require_device(resolve_device(device, device_map, first.device))
@@ -384,8 +387,7 @@ def _on_meta(config: DecoderConfig, spec: ExportSpec | None = None) -> CausalLM:
         with torch.device("meta"), skip_init():
             return CausalLM(config, spec)
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"config.json: hidden_size, or a size beside it, is too large: {reason}") from None
+        raise ConfigError(f"config.json: a size, as hidden_size, is too large: {str(error).splitlines()[0]}") from None
 
 
 def _with_attention(config: DecoderConfig, backend: str) -> DecoderConfig:
@@ -395,5 +397,4 @@ def _with_attention(config: DecoderConfig, backend: str) -> DecoderConfig:
     if not isinstance(backend, str) or not backends().get(backend, False):
         ready = ", ".join(name for name, installed in backends().items() if installed)
         raise BackendError(f"attention backend {short(backend)} is not installed or unknown; installed: {ready}")
-    blocks = (block.with_attention_backend(backend) for block in config.blocks)
-    return replace(config, blocks=tuple(blocks))
+    return replace(config, blocks=tuple(block.with_attention_backend(backend) for block in config.blocks))

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ligermodels.arguments import check_count, check_number
+from ligermodels.convert.placement import DeviceLike, DtypeLike
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import BackendError, CheckpointError, InputError
 from ligermodels.layers.norm import RMSNormAdd
@@ -61,8 +63,8 @@ def verify(
     reference: str | os.PathLike[str] | None = None,
     input_ids: Sequence[int] | None = None,
     tokens: int = 64,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
+    dtype: DtypeLike = torch.float32,
+    device: DeviceLike = "cpu",
     attention: str = "auto",
     tolerance: float | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -76,7 +78,7 @@ def verify(
         reference: the checkpoint that transformers opens; None for `folder`.
         input_ids: the tokens to run; None for random tokens, always the same.
         tokens: number of random tokens.
-        dtype: dtype of both models.
+        dtype: dtype of both models, or its name ("bfloat16"); "auto" for the checkpoint's.
         device: device of both models.
         attention: attention backend of the native model; transformers uses "eager".
         tolerance: largest relative error allowed, max |ours - theirs| / max |theirs|; None for TOLERANCES[dtype].
@@ -88,7 +90,7 @@ def verify(
     Raises:
         BackendError: transformers is not installed.
         CheckpointError: the native model or transformers cannot load the checkpoint.
-        InputError: no tokens, or ids outside the vocabulary.
+        InputError: no tokens, ids outside the vocabulary, or an unknown dtype or device.
 
     Examples:
         >>> report = verify("path/to/checkpoint")
@@ -101,14 +103,12 @@ def verify(
         raise BackendError(
             "verify compares with transformers, which is not installed: pip install 'ligermodels[verify]'"
         ) from None
+    tokens = check_count("tokens", tokens)
+    if tolerance is not None:
+        check_number("tolerance", tolerance)
     model = from_pretrained(folder, dtype=dtype, device=device, attention=attention, progress=progress)
-    if input_ids is None:
-        ids = torch.randint(model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
-    else:
-        ids = torch.tensor([list(input_ids)], dtype=torch.long)
-    if ids.numel() == 0:
-        raise InputError("verify needs at least one token")
-    ids = ids.to(device)
+    dtype, device = model.dtype, model.device
+    ids = _ids(input_ids, tokens, model.config.vocab_size).to(device)
     spec = model.export_spec
     layouts = [] if spec is None else [spec.weight_map, layout_in_memory(spec, model.config)]
     pairs = [modules_in_common(layout) for layout in layouts]
@@ -136,6 +136,16 @@ def verify(
         if names.get(name) in theirs
     ]
     return Report(places, TOLERANCES[dtype] if tolerance is None else tolerance, ids.numel())
+
+
+def _ids(input_ids: Sequence[int] | None, tokens: int, vocab_size: int) -> Tensor:
+    """The tokens to run, long (1, n): given, or so many random ones."""
+    if input_ids is None:
+        return torch.randint(vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([list(input_ids)], dtype=torch.long)
+    if ids.numel() == 0:
+        raise InputError("input_ids: verify needs at least one token")
+    return ids
 
 
 def modules_in_common(weights: WeightMap) -> dict[str, str]:

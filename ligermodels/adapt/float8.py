@@ -16,7 +16,7 @@ from ligermodels.layers.float8 import Float8, float8_slots
 from ligermodels.layers.quantized import check_unquantized
 from ligermodels.layers.sharding import is_sharded
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.models.native import check_native
+from ligermodels.models.native import check_native, check_own_modules
 from ligermodels.ops import Float8Recipe, check_float8_sizes, float8_unsupported
 
 Model = TypeVar("Model", bound=CausalLM)
@@ -127,6 +127,7 @@ def _warn(blocks: Sequence[nn.Module], unsupported: Sequence[tuple[nn.Module, st
 def _checked(model: CausalLM, recipe: Float8Recipe | None) -> Float8Recipe:
     """The recipe, or its default; raises the errors of `float8` that concern the whole model."""
     check_native(model, "float8")
+    check_own_modules(model.decoder, "float8")
     if not isinstance(recipe, Float8Recipe | None):
         raise InputError(f"recipe: must be a Float8Recipe, got {recipe!r}")
     if is_sharded(model):

@@ -23,7 +23,7 @@ from ligermodels.layers.quantized import quantized_layers
 from ligermodels.layers.sharding import is_sharded
 from ligermodels.layers.token_rows import TokenRows
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.models.native import check_native
+from ligermodels.models.native import check_native, check_own_modules
 
 Model = TypeVar("Model", bound=CausalLM)
 AnyLoRA = LoRA | ExpertLoRA | TokenRows
@@ -275,6 +275,7 @@ def require_lora(model: CausalLM, function: str) -> dict[str, AnyLoRA]:
 def check_adaptable(model: Any, function: str) -> None:
     """Raise InputError, naming the `function`, unless LoRA can be added to the model."""
     check_native(model, function)
+    check_own_modules(model.decoder, function)
     if lora_layers(model):
         raise InputError(f"{function}: the model has LoRA already; merge_lora it, or start from a model without")
     if is_sharded(model):

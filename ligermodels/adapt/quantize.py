@@ -17,7 +17,7 @@ from ligermodels.layers.modules import modules_of
 from ligermodels.layers.quantized import QuantizedCompute, QuantizedExperts, quantized_layers
 from ligermodels.layers.sharding import is_sharded
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.models.native import check_native
+from ligermodels.models.native import check_native, check_own_modules
 from ligermodels.models.untie import untie
 
 Model = TypeVar("Model", bound=CausalLM)
@@ -186,10 +186,7 @@ def _check(model: CausalLM, kind: QuantizedFormat, head: QuantizedFormat | None)
         check_format("head", head)
     if quantized_layers(model):
         raise InputError("quantize: the model is quantised already")
-    if getattr(model.decoder, "exported_by", None) is not None:
-        raise InputError(
-            "quantize: this model computes by the modules of a transformers model; load another one to quantise"
-        )
+    check_own_modules(model.decoder, "quantize")
     if any(layer.compute is not None for kind in (Linear, MoE) for layer in modules_of(model, kind)):
         raise InputError("quantize: the model is in float8 training; load another one to quantise")
     if is_sharded(model):

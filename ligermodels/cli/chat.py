@@ -39,6 +39,7 @@ def chat(
     """
     from ligermodels.data.chat import ChatTemplate, end_of_turn
     from ligermodels.data.tokenizer import Tokenizer
+    from ligermodels.generation.context_length import context_length
     from ligermodels.generation.generate import as_eos_ids
     from ligermodels.generation.text_stream import TextStream
 
@@ -55,13 +56,13 @@ def chat(
     ends = {*as_eos_ids(model.generation_defaults().get("eos_token_id")), *end_of_turn(template, tokenizer)}
     if ends:
         arguments["eos_token_id"] = sorted(ends)
-    context = model.hf_config.get("max_position_embeddings")
+    context = context_length(model)
 
     def answer(messages: list[Message], show: Callable[[str], None]) -> None:
         text = template.render(messages, add_generation_prompt=True)
         prompt = tokenizer.encode_with_offsets(text)[0]
-        if isinstance(context, int) and len(prompt) > context:
-            say(f"the chat has {len(prompt):,} tokens, and the model's max_position_embeddings is {context:,}; /reset")
+        if context is not None and len(prompt) > context:
+            say(f"the chat has {len(prompt):,} tokens, and the model's context has {context:,}; /reset")
         stream = TextStream(tokenizer, prompt)
 
         def push(tokens: list[int]) -> None:

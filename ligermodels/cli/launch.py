@@ -27,6 +27,10 @@ Gpus = Annotated[
 
 ARGUMENTS = "ligermodels.arguments"
 """Key of the command line's arguments in `typer.Context.meta`."""
+PROGRAM = (
+    f"import sys; sys.path[:] = sys.argv.pop(1).split({os.pathsep!r}); from ligermodels.__main__ import main; main()"
+)
+"""What a rank runs, with the path of this process: `-m` would import modules of the current folder before others."""
 SHARED = "LIGERMODELS_RANKS"
 """Environment variable of the ranks: a folder where the first rank to say something leaves a file."""
 STOPPED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
@@ -66,8 +70,8 @@ def launch(ctx: typer.Context, gpus: int | None, device: str | None) -> None:
         return
     _check(gpus, device)
     if gpus > 1:
-        command = [sys.executable, "-m", "ligermodels", *_without_gpus(ctx.meta[ARGUMENTS])]
-        raise typer.Exit(run_ranks(gpus, command))
+        path = os.pathsep.join(sys.path)
+        raise typer.Exit(run_ranks(gpus, [sys.executable, "-c", PROGRAM, path, *_without_gpus(ctx.meta[ARGUMENTS])]))
 
 
 def _check(gpus: int, device: str | None) -> None:

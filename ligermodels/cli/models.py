@@ -104,7 +104,7 @@ def find(path: str, adapter: str | None = None) -> Source:
             raise InputError(f"{path}: holds heads and no model; give {base}, as PATH")
         own = None if adapter is None else adapter_folder(adapter)
         if own is not None and not holds_adapter(own):
-            raise InputError(f"--adapter {adapter}: holds no adapter in PEFT's format (no adapter_config.json)")
+            raise InputError(f"{adapter}: holds no adapter in PEFT's format (no adapter_config.json)")
         return Source(folder, own)
     if adapter is not None:
         raise InputError(f"{path}: is an adapter itself; with --adapter, give their base model as PATH")

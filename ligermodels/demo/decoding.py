@@ -112,14 +112,15 @@ def timed_generate(
     options = {**options, **NO_END}
     for filling in (0, s.new_tokens - WARM_UP):  # kernels of attention depend on the size of the cache
         generate([[*prompt, *[0] * filling] for prompt in prompts[:batch]], WARM_UP, **options)
-    start = _now(s.device)
+    start = now(s.device)
     outputs = [
         generate(prompts[first : first + batch], s.new_tokens, **options) for first in range(0, len(prompts), batch)
     ]
-    return _now(s.device) - start, outputs
+    return now(s.device) - start, outputs
 
 
-def _now(device: str) -> float:
+def now(device: str) -> float:
+    """The time in seconds, after all kernels on the device."""
     if device.startswith("cuda"):
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     return time.perf_counter()

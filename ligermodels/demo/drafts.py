@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from ligermodels.demo.decoding import fastest_tree_record, timed_generate
+from ligermodels.demo.decoding import fastest_tree_record, now, timed_generate
 from ligermodels.demo.settings import DemoSettings
 from ligermodels.speculative.benchmark import GREEDY, evaluate_continuations
 from ligermodels.speculative.multi_head import MultiHeadModel
@@ -28,18 +25,17 @@ SAMPLED = {"do_sample": True, "temperature": 1.0}
 
 
 class StepSeconds(Callback):
-    """Measures the seconds of a step, after a warm-up."""
+    """Measures the seconds of a step on a device, after a warm-up."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self._device = device
         self._start = self.seconds = 0.0
 
     def on_step(self, event: Any) -> None:
         if event.step not in (WARM_UP, WARM_UP + TIMED):
             return
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        self.seconds, self._start = (now - self._start) / TIMED, now
+        time = now(self._device)
+        self.seconds, self._start = (time - self._start) / TIMED, time
 
 
 def settings_of(kind: str, s: DemoSettings) -> dict[str, Any]:

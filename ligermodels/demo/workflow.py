@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from ligermodels.data.documents import Documents
 from ligermodels.demo import corpus, drafts
 from ligermodels.demo.corpus import descriptions, right_answers, write_chats
 from ligermodels.demo.decoding import decoding_speeds
-from ligermodels.demo.report import DATA, RESULTS, checks_of, show
+from ligermodels.demo.report import DATA, FILES, RESULTS, checks_of, show
 from ligermodels.demo.settings import DemoSettings, llama_config
 from ligermodels.errors import CheckpointError, InputError, LigerModelsError
 from ligermodels.speculative.benchmark import benchmark_decoding
@@ -88,11 +89,19 @@ def run_demo(output: str | os.PathLike[str] = "demo-output", settings: DemoSetti
 
 
 def _claim(folder: Path) -> None:
-    """Raise CheckpointError when `folder` holds something other than a demo."""
+    """Make `folder`, and remove the results of an earlier demo, which belong to another model.
+
+    Raises CheckpointError when it holds something other than a demo, or cannot be written.
+    """
     try:
         if folder.exists() and not (folder / RESULTS).is_file() and (folder.is_file() or any(folder.iterdir())):
             raise CheckpointError(f"{folder}: holds something other than a demo's output; give another folder")
         folder.mkdir(parents=True, exist_ok=True)
+        for path in (folder / name for name in FILES):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
         (folder / RESULTS).write_text("{}")
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be written: {error.strerror or error}") from None
@@ -207,7 +216,7 @@ class _Demo:
         with self.stage("drafts", f"Medusa, EAGLE-3 and DSpark heads, {s.draft_seconds:g} seconds of training each"):
             for kind, (recipe_class, train) in drafts.KINDS.items():
                 settings, name = {**common, **drafts.settings_of(kind, s)}, f"drafts-{kind}"
-                rate, clock = settings.pop("learning_rate"), drafts.StepSeconds()
+                rate, clock = settings.pop("learning_rate"), drafts.StepSeconds(s.device)
                 trial = self.recipe(recipe_class, drafts.WARM_UP + drafts.TIMED, rate, **settings, evaluate_every=None)
                 self.run(train, trial, name, clock)
                 steps = max(1, int(s.draft_seconds / clock.seconds))

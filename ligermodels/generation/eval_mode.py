@@ -3,46 +3,49 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+
+from torch import nn
 
 from ligermodels.layers.sharding import ModuleLike, reshard
 
 
 @dataclass
 class _Evaluation:
-    """The number of `evaluating` contexts that are open for a model, and its modules that were in training mode."""
+    """The number of `evaluating` contexts that are open for a module, and its training flag before the first."""
 
+    training: bool
     count: int = 0
-    training: list[Any] = field(default_factory=list)
 
 
 _LOCK = threading.Lock()
-_EVALUATIONS: dict[int, _Evaluation] = {}
-"""By the id of the model. A model lives as long as a context is open for it."""
+_EVALUATIONS: dict[nn.Module, _Evaluation] = {}
+"""By module, as contexts may be open for a model and for a model inside it."""
 
 
 @contextmanager
 def evaluating(model: ModuleLike) -> Iterator[None]:
     """Put a model in eval mode; afterwards restore the training flag of each module and reshard FSDP2's parameters.
 
-    If several threads do so at once, the first saves the flags and the last restores them.
+    If several contexts overlap, as in threads, the first saves the flag of a module and the last restores it.
     """
+    modules = list(model.modules())
     with _LOCK:
-        evaluation = _EVALUATIONS.setdefault(id(model), _Evaluation())
-        if not evaluation.count:
+        if _EVALUATIONS.keys().isdisjoint(modules):
             reshard(model)
-            evaluation.training = [module for module in model.modules() if module.training]
-            if evaluation.training:
-                model.eval()
-        evaluation.count += 1
+        for module in modules:
+            _EVALUATIONS.setdefault(module, _Evaluation(module.training)).count += 1
+        if any(module.training for module in modules):
+            model.eval()
     try:
         yield
     finally:
         with _LOCK:
-            evaluation.count -= 1
-            if not evaluation.count:
-                del _EVALUATIONS[id(model)]
+            for module in modules:
+                evaluation = _EVALUATIONS[module]
+                evaluation.count -= 1
+                if not evaluation.count:
+                    module.training = evaluation.training
+                    del _EVALUATIONS[module]
+            if _EVALUATIONS.keys().isdisjoint(modules):
                 reshard(model)
-                for module in evaluation.training:
-                    module.training = True

@@ -193,12 +193,12 @@ class Decoding:
         max_length: int | None = None,
         attention_mask: Tensor | None = None,
         do_sample: bool = False,
-        temperature: float = 1.0,
+        temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
         num_return_sequences: int = 1,
-        repetition_penalty: float = 1.0,
+        repetition_penalty: float | None = None,
         logits_processor: Sequence[LogitsProcessor] | None = None,
         eos_token_id: int | Sequence[int] | None = None,
         stop_strings: str | Sequence[str] | None = None,
@@ -217,6 +217,7 @@ class Decoding:
         self.prompts = prepare_prompts(input_ids, attention_mask, self.pad_id, self.eos_ids, model.config.vocab_size)
         self.max_new_tokens = resolve_max_new_tokens(max_new_tokens, max_length, self.prompts.ids.shape[1])
         check_values(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        temperature = 1.0 if temperature is None else float(temperature)
         if do_sample:
             check_sampling(temperature, top_k, top_p, min_p)
         batch, length = self.prompts.ids.shape
@@ -225,11 +226,12 @@ class Decoding:
         if routing is not None:
             given = check_given(routing, batch, length, self.max_new_tokens)
             self.given_routing = given.repeat_interleave(num_return_sequences, 0)
-        self.penalty, self.cuda_graph, self.samples = float(repetition_penalty), cuda_graph, do_sample
+        self.penalty = 1.0 if repetition_penalty is None else float(repetition_penalty)
+        self.cuda_graph, self.samples = cuda_graph, do_sample
         self.generator, self.batch_invariant = generator, batch_invariant
         self.choose: Callable[[Tensor], Tensor] = greedy
         if do_sample:
-            filters = {"temperature": float(temperature), "top_k": top_k, "top_p": top_p, "min_p": min_p}
+            filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
             self.choose = partial(sample, **filters, generator=generator)  # type: ignore[arg-type]
         self.processors = Processors(logits_processor, self.prompts, self.pad_id)
         self.stopping = Stopping(stopping_criteria, stop_strings, tokenizer, self.prompts)

@@ -16,7 +16,7 @@ from ligermodels.generation.sampling import check_values
 WRAP = "transformers' own generate has it: ligermodels.integrations.wrap(model).generate(...)"
 BEAMS = f"there is no beam search; sample, with do_sample=True and num_return_sequences, or {WRAP}"
 OUTPUTS = "generate returns token ids; for the logits call the model with them: model(ids).logits"
-SPECULATIVE = f"give draft, draft heads on this model (Medusa, MTP, EAGLE-3, DFlash or DSpark); or {WRAP}"
+SPECULATIVE = f"give draft, Medusa, MTP, EAGLE-3, DFlash or DSpark heads on this model; or {WRAP}"
 CACHE = "leave it out: decoding always has a cache, of fixed size; cuda_graph=False turns CUDA graphs off"
 INPUTS = "generate takes token ids: give input_ids, and attention_mask where they have padding"
 
@@ -108,7 +108,9 @@ GENERATION: dict[str, Any] = {
 UNUSED = frozenset({"bos_token_id", "transformers_version", "_from_model_config", "_commit_hash"})
 """Fields of a `GenerationConfig` without effect here; `bos_token_id` is for empty prompts, which are an error."""
 
-NONE_COUNTS = frozenset({"eos_token_id", "pad_token_id", "top_k", "top_p", "min_p"})
+NONE_COUNTS = frozenset(
+    {"eos_token_id", "pad_token_id", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+)
 """Arguments for which None is a value: it turns off the checkpoint's setting."""
 
 OPTIONS = frozenset(
@@ -166,7 +168,7 @@ PLAIN = (bool, int, float, str, list, tuple, dict)
 
 def _changes(name: str, value: Any) -> bool:
     """Whether the value of an option that is not implemented has an effect; empty values have none."""
-    neutral = 1 if name == "num_return_sequences" else INSTEAD.get(name, (None,))[0]
+    neutral = 1 if name == "num_return_sequences" else INSTEAD.get(name, (False,))[0]
     if value is None:
         return False
     return not isinstance(value, PLAIN) or value not in (neutral, "", [], (), {})
@@ -226,7 +228,8 @@ def _check_implemented(file: str, fields: Mapping[str, Any], *, samples: bool, c
 
 
 def check_tree_options(options: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
-    """`options` for tree decoding by `function`, without neutral values of options that it does not have.
+    """`options` for tree decoding by `function`: without None values, as in `without_none`, and without neutral values
+    of options that it does not have.
 
     Raises InputError for other options of transformers' `generate`, and TypeError for unknown options.
     """
@@ -236,10 +239,11 @@ def check_tree_options(options: Mapping[str, Any], function: Callable[..., Any])
             "draft: the generate of draft heads decodes with these heads; leave it out, or use base.generate"
         )
     check_names("generate", options, (*own, *OPTIONS, *INSTEAD, *UNUSED))
+    options = without_none(options)
     rest = {name: value for name, value in options.items() if name not in own}
     penalty = {"repetition_penalty"}  # the caller checks it
-    effective, _ = check_options(without_none(rest), "generate")
-    if unsupported := sorted(effective.keys() - penalty):
+    effective, _ = check_options(rest, "generate")
+    if unsupported := sorted(name for name in effective.keys() - penalty if _changes(name, effective[name])):
         raise InputError(f"{unsupported[0]}: tree decoding does not have it; use base.generate, or leave it out")
     return {name: value for name, value in options.items() if name not in rest or name in penalty & effective.keys()}
 

@@ -20,7 +20,7 @@ def sample_with_log_probs(
     input_ids: TokenIds,
     max_new_tokens: int | None = None,
     *,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """`generate` with `do_sample`, and the log-probabilities of the new tokens from the logits that they are drawn by.
@@ -51,6 +51,7 @@ def sample_with_log_probs(
     check_names("sample_with_log_probs", options, NAMES)
     if any(map(is_tensor_parallel, model.modules())):
         raise InputError("sample_with_log_probs: the model is tensor-parallel; model.log_probs(ids, ids) computes them")
+    temperature = 1.0 if temperature is None else temperature
     decoding = Decoding(model, input_ids, max_new_tokens, temperature=temperature, do_sample=True, **options)
     decoding.choose = recorded = _Recorded(decoding.choose, temperature)
     counts = list(decoding.steps(streamed=True))  # no step runs ahead

@@ -23,14 +23,15 @@ def penalise_repetition(logits: Tensor, text: Tensor, lengths: Tensor, *, penalt
     """Lower the logits of tokens that a sequence contains, as transformers does (Keskar et al., 2019, section 4.1).
 
     Args:
-        logits: (B, V).
+        logits: (B, V), any floating-point dtype.
         text: long (B, W); sequence b is the first lengths[b] tokens of row b.
         lengths: long (B,), at least 1.
         penalty: positive logits of tokens in the sequence are divided by it, negative logits multiplied.
 
     Returns:
-        New logits (B, V).
+        New logits (B, V), in float32 or wider: rounded to 16 bits, a lowered logit could equal another one.
     """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     position = torch.arange(text.shape[1], device=text.device)
     seen = torch.where(position < lengths[:, None], text, text[:, :1])
     scores = logits.gather(1, seen)

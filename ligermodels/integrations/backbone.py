@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
 
-from ligermodels.integrations.cache_name import NAME, by_either_name, renamed
+from ligermodels.integrations.cache_name import NAME, by_name, renamed
 from ligermodels.integrations.conditions import (
     NoCache,
     check_checkpointing,
@@ -20,7 +20,7 @@ from ligermodels.integrations.conditions import (
     runs_natively,
     text_config,
 )
-from ligermodels.integrations.decoder import AddedFeatures, split_positions
+from ligermodels.integrations.decoder import AddedFeatures, check_batch_invariant, split_positions
 from ligermodels.integrations.inputs import (
     Inputs,
     Padding,
@@ -38,7 +38,7 @@ EXTRAS = ("cu_seq_lens_q", "per_layer_inputs", "visual_pos_masks", "deepstack_vi
 """Arguments beside the tokens that the native pass computes with; see `backbone_forward`."""
 
 
-@by_either_name
+@by_name
 def backbone_forward(
     backbone: Any,
     input_ids: Tensor | None = None,
@@ -79,7 +79,9 @@ def backbone_forward(
 
     Raises:
         InputError: an argument has a wrong type, dtype or shape.
+        BackendError: under `ops.set_batch_invariant`.
     """
+    check_batch_invariant()
     inputs: Inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
     extras = {name: kwargs.pop(name, None) for name in EXTRAS}
     _check(backbone, inputs, attention_mask, past_key_values, extras["cu_seq_lens_q"])

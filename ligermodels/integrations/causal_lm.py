@@ -13,7 +13,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from ligermodels.integrations.backbone import check_tokens, has_router_logits
-from ligermodels.integrations.cache_name import NAME, by_either_name, renamed
+from ligermodels.integrations.cache_name import NAME, by_name, renamed
 from ligermodels.integrations.conditions import layers_run_natively, no_cache, runs_natively, text_config
 from ligermodels.integrations.inputs import Inputs, Padding, check_logits_to_keep, check_loss_inputs, shape_of
 from ligermodels.integrations.modules import has_hooks, is_ours, part
@@ -23,7 +23,7 @@ from ligermodels.layers.lm_head import loss_or_log_probs
 from ligermodels.layers.tokens import TokenLayout, Tokens
 
 
-@by_either_name
+@by_name
 def causal_lm_forward(
     model: Any,
     input_ids: Tensor | None = None,

@@ -10,15 +10,7 @@ from torch import Tensor
 from ligermodels.archs.unread import DROPOUT
 from ligermodels.errors import InputError
 from ligermodels.integrations.inputs import Inputs, Padding
-from ligermodels.integrations.modules import (
-    FINAL_NORM,
-    has_hooks,
-    is_ours,
-    layer_forward,
-    mixer_forward,
-    mixes_tokens,
-    part,
-)
+from ligermodels.integrations.modules import FINAL_NORM, has_hooks, is_ours, layer_forward, mixes_tokens, part
 from ligermodels.integrations.settings import has_rotary_of, keep_settings, keeps_config
 
 SWITCHES = ("output_attentions", "output_hidden_states", "output_router_logits")
@@ -90,7 +82,7 @@ def layers_run_natively(backbone: Any, padding: Padding) -> bool:
     layers = backbone.layers
     modules = [module for root in (layers, part(backbone, FINAL_NORM)) for module in root.modules()]
     return (
-        all(is_ours(x, layer_forward) and is_ours(part(x, "mixer"), mixer_forward) for x in layers)
+        all(is_ours(x, layer_forward) and is_ours(part(x, "mixer"), layer_forward) for x in layers)
         and not has_hooks(modules)
         and keep_settings((backbone, *modules))
         and has_rotary_of(backbone, backbone.native.rotary)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,12 @@ from ligermodels.integrations.modules import FINAL_NORM, OnModules, attribute_na
 from ligermodels.layers import BlockOutput, ForwardContext, PerLayerInputs, PerLayerInputsConfig, RotaryEmbedding
 from ligermodels.layers.tokens import TokenLayout
 from ligermodels.models.decoder import Decoder, DecoderConfig
+from ligermodels.ops import refuse_batch_invariant
+
+
+def check_batch_invariant() -> None:
+    """BackendError under `ops.set_batch_invariant`: linear layers are torch's here."""
+    refuse_batch_invariant("a model of transformers", "load the checkpoint by lm.from_pretrained")
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,7 @@ class HFDecoder(OnModules, Decoder):
     """
 
     norm = part_named(FINAL_NORM)
+    expert_routers = MappingProxyType({})
 
     def __init__(self, backbone: nn.Module, config: DecoderConfig, ropes: nn.ModuleList) -> None:
         super().__init__(backbone, config)
@@ -103,7 +111,8 @@ class HFDecoder(OnModules, Decoder):
 
     def forward(self, input_ids: Tensor | None = None, **inputs: Any) -> Tensor:
         """See `Decoder.forward`. The positions may also be times, heights and widths of tokens, (3, B, T), or with the
-        positions before them (4, B, T)."""
+        positions before them (4, B, T). BackendError under `ops.set_batch_invariant`."""
+        check_batch_invariant()
         tokens: Any = inputs["inputs_embeds"] if input_ids is None else input_ids
         if any(rope.frequencies.device != tokens.device for rope in cast(Iterable[RotaryEmbedding], self.ropes)):
             self.ropes.to_empty(device=tokens.device)  # and computes the frequencies anew

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar, get_args
@@ -54,37 +54,52 @@ def nativize(model: Model) -> Model:
         >>> model = nativize(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"))
         >>> trainer = Trainer(model, train_dataset=dataset)
     """
-    hf: Any = base_model(model)
+    nativize_as(base_model(model), lambda config: config)
+    return model
+
+
+def nativize_as(hf: Any, adjust: Callable[[DecoderConfig], DecoderConfig]) -> None:
+    """Nativize a transformers model by its config as `adjust` returns it. After an error it is as before."""
     config, names, prefix = composed(hf)
-    backbone, inner = hf.get_decoder(), getattr(hf, prefix.partition(".")[0])
     if "native" in hf.__dict__:
         raise InputError("nativize: this model computes natively already; restore(model) undoes it")
-    if len(backbone.layers) != len(config.blocks):
-        raise InputError(f"nativize: the model has {len(backbone.layers)} layers, its config {len(config.blocks)}")
-    for layer, block in zip(backbone.layers, config.blocks, strict=True):
-        nativize_layer(layer, block, config.hidden_size, names)
-    if (inputs := config.per_layer_inputs) is not None:
-        set_norm(backbone.get_submodule(inputs.NAMES["norm"]), inputs.norm)
-    read, built = config_settings(hf.config.get_text_config()), as_built(backbone)
-    set_forward(backbone, backbone_forward, replace(_native_backbone(backbone, config, names), config_settings=read))
-    set_norm(part(backbone, FINAL_NORM), config.norm)
-    expect_settings(backbone, built, within_adapter)
-    set_rotary(backbone, built, partial(Native, None))
-    set_forward(hf.lm_head, head_forward, Native(config.head))
-    further_inputs = frozenset() if inner is backbone else inputs_beside_text(inner)
-    if inner is not backbone:
-        set_forward(inner, multimodal_forward, Native(config))
-    paths = {"backbone": prefix, "inner": prefix.partition(".")[0]}
-    native = Native(config, paths, output=_output_of(hf), inputs=further_inputs, config_settings=read)
-    set_forward(hf, causal_lm_forward, native, as_class=True)
-    hf.__dict__["_replicate_for_data_parallel"] = _no_replica
+    if (count := len(hf.get_decoder().layers)) != len(config.blocks):
+        raise InputError(f"nativize: the model has {count} layers, its config {len(config.blocks)}")
+    try:
+        read = _set_forwards(hf, adjust(config), names, prefix)
+    except BaseException:
+        _unset_forwards(hf)
+        raise
     if name := changed_setting(hf, read):
         warn_caller(
             f"nativize: {name} is not what transformers builds from the config. The class's own code computes with it, "
             "which is slower; to compute natively, change the config before the model is built",
             UserWarning,
         )
-    return model
+
+
+def _set_forwards(hf: Any, config: DecoderConfig, names: Mapping[str, str], prefix: str) -> Mapping[str, Any]:
+    """Give a model and its modules their native forwards. Returns the `config_settings` that they read."""
+    backbone, inner = hf.get_decoder(), getattr(hf, prefix.partition(".")[0])
+    for layer, block in zip(backbone.layers, config.blocks, strict=True):
+        nativize_layer(layer, block, config.hidden_size, names)
+    if (inputs := config.per_layer_inputs) is not None:
+        set_norm(backbone.get_submodule(inputs.NAMES["norm"]), inputs.norm)
+    read, built = config_settings(hf.config.get_text_config()), as_built(backbone)
+    native = replace(_native_backbone(backbone, config, names), config_settings=read)
+    set_forward(backbone, backbone_forward, native, as_class=True)
+    set_norm(part(backbone, FINAL_NORM), config.norm)
+    expect_settings(backbone, built, within_adapter)
+    set_rotary(backbone, built, partial(Native, None))
+    set_forward(hf.lm_head, head_forward, Native(config.head))
+    further_inputs = frozenset() if inner is backbone else inputs_beside_text(inner)
+    if inner is not backbone:
+        set_forward(inner, multimodal_forward, Native(config), as_class=True)
+    paths = {"backbone": prefix, "inner": prefix.partition(".")[0]}
+    native = Native(config, paths, output=_output_of(hf), inputs=further_inputs, config_settings=read)
+    set_forward(hf, causal_lm_forward, native, as_class=True)
+    hf.__dict__["_replicate_for_data_parallel"] = _no_replica
+    return read
 
 
 def restore(model: Model) -> Model:
@@ -95,10 +110,14 @@ def restore(model: Model) -> Model:
     hf: Any = base_model(model)
     if "native" not in hf.__dict__:
         raise InputError("restore: this model does not compute natively; nativize(model) makes it")
+    _unset_forwards(hf)
+    return model
+
+
+def _unset_forwards(hf: nn.Module) -> None:
     for module in hf.modules():
         unset_forward(module)
-    del hf.__dict__["_replicate_for_data_parallel"]
-    return model
+    hf.__dict__.pop("_replicate_for_data_parallel", None)
 
 
 def _native_backbone(backbone: Any, config: DecoderConfig, names: Mapping[str, str]) -> Native:

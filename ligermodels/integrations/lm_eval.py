@@ -72,14 +72,13 @@ class NativeHFLM(HFLM):
         self._check_stop()
         if not options.get("do_sample"):  # tasks give a temperature of 0 for greedy decoding
             options = {name: value for name, value in options.items() if name not in ("temperature", "top_p", "top_k")}
+        ends = {"eos_token_id": _eos_token_id(self._native), "pad_token_id": self.tokenizer.pad_token_id}
         return self._native.generate(
             context,
             max_new_tokens=max_length - context.shape[1],
             stop_strings=[text for text in stop if text] or None,
             tokenizer=self.tokenizer,
-            eos_token_id=_eos_token_id(self._native),
-            pad_token_id=self.tokenizer.pad_token_id,
-            **options,
+            **{**ends, **options},  # tasks may have tokens of their own
         )
 
     def _check_stop(self) -> None:

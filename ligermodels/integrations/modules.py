@@ -29,7 +29,7 @@ FINAL_NORM = "decoder.norm"
 class Native:
     """The native counterpart of a transformers module.
 
-    config: config of the native layer or model.
+    config: config of the native layer or model; None of a rotary embedding, which keeps its forward.
     names: part of the native layer ("attention.q", "mlp.down": keys of `NAMES` of the layers' configs) -> path of the
         submodule or parameter.
     layer: the native layer that computes; None where the module's forward does.
@@ -37,6 +37,7 @@ class Native:
         on the length of the row or by queries that are scaled by their positions.
     output: class of the output of a backbone or model, where it has fields of its own.
     inputs: arguments of a multimodal model that its language model does not have.
+    arguments: of a backbone or model, the arguments that the forward of its class takes without a name, in order.
     settings: settings of the module as the layer has them; see `settings_of`.
     rotary: of a backbone, the names of its rotary embeddings; see `set_rotary`.
     config_settings: of a backbone or model, those of its config; see `config_settings`.
@@ -48,6 +49,7 @@ class Native:
     rope_by_length: bool = False
     output: type | None = None
     inputs: frozenset[str] = frozenset()
+    arguments: tuple[str, ...] = ()
     settings: Settings = field(default_factory=Settings)
     rotary: tuple[str, ...] = ()
     config_settings: Mapping[str, Any] = field(default_factory=dict)
@@ -90,7 +92,7 @@ def set_forward(module: nn.Module, forward: Callable[..., Any], native: Native, 
         module: the module. If a PEFT adapter wraps it, the module within is changed.
         forward: function of the module and its arguments.
         native: the native counterpart.
-        as_class: give `forward` the signature of the class's own forward.
+        as_class: give `forward` the signature of the class's own forward, for a forward of `by_name`.
 
     Raises:
         InputError: another library, such as Liger, has replaced the forward.
@@ -99,14 +101,15 @@ def set_forward(module: nn.Module, forward: Callable[..., Any], native: Native, 
     attribute = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
     if attribute == "forward" and attribute in module.__dict__:
         raise InputError(f"nativize: something has replaced the forward of a {type(module).__name__}; nativize first")
-    module.__dict__["native"] = replace(native, settings=settings_of(module))
+    signature = [*inspect.signature(type(module).forward).parameters.values()][1:] if as_class else []
+    arguments = tuple(each.name for each in signature if each.kind is each.POSITIONAL_OR_KEYWORD)
+    module.__dict__["native"] = replace(native, settings=settings_of(module), arguments=arguments)
     if not is_of_libraries(module):  # a user's class computes something else than the native layer
         forward = type(module).forward
     bound = module.__dict__[attribute] = partial(forward, module)  # unlike a bound method, it can be pickled
     if as_class:
         # Trainer and generate read its arguments. Annotations may not be pickled.
-        arguments = [*inspect.signature(type(module).forward).parameters.values()][1:]
-        plain = [argument.replace(annotation=inspect.Parameter.empty) for argument in arguments]
+        plain = [each.replace(annotation=inspect.Parameter.empty) for each in signature]
         cast(Any, bound).__signature__ = inspect.Signature(plain)
 
 
@@ -122,7 +125,8 @@ def within_adapter(module: nn.Module) -> nn.Module:
 
 def unset_forward(module: nn.Module) -> None:
     """Undo `set_forward`, if the module has a forward of ours."""
-    if module.__dict__.pop("native", None) is None:
+    native = module.__dict__.pop("native", None)
+    if native is None or native.config is None:
         return
     if "_old_forward" in module.__dict__:
         module.__dict__["_old_forward"] = partial(type(module).forward, module)
@@ -180,26 +184,16 @@ def mixes_tokens(modules: Iterable[nn.Module]) -> bool:
 
 
 def layer_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Forward of a transformers layer: called with (x, `ForwardContext`, state) the native `Block`, else the class's
-    own forward."""
-    return _native_or_class(module, args, kwargs)
-
-
-def mixer_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Forward of a token mixer: called with (x, `ForwardContext`, state) the native mixer, else the class's own
-    forward."""
-    return _native_or_class(module, args, kwargs)
+    """Forward of a transformers layer or token mixer: called with (x, `ForwardContext`, state) the native `Block` or
+    mixer, else the class's own forward."""
+    if len(args) > 1 and isinstance(args[1], ForwardContext):
+        return native_of(module).layer(*args)
+    return type(module).forward(module, *args, **kwargs)
 
 
 def native_forward(module: nn.Module, *args: Any) -> Any:
     """Forward of a convolution or gated norm within a mixer."""
     return native_of(module).layer(*args) if is_as_composed(module) else type(module).forward(module, *args)
-
-
-def _native_or_class(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if len(args) > 1 and isinstance(args[1], ForwardContext):
-        return native_of(module).layer(*args)
-    return type(module).forward(module, *args, **kwargs)
 
 
 def first_of(output: Any) -> Tensor:

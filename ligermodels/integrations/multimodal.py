@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ligermodels.integrations.cache_name import NAME, by_either_name, renamed
+from ligermodels.integrations.cache_name import NAME, by_name, renamed
 from ligermodels.integrations.conditions import NO_CACHE
 from ligermodels.integrations.inputs import Inputs, Padding
 from ligermodels.layers import Targets
@@ -25,7 +25,7 @@ def inputs_beside_text(model: nn.Module) -> frozenset[str]:
     return frozenset(inspect.signature(type(model).forward).parameters) - TEXT_INPUTS
 
 
-@by_either_name
+@by_name
 def multimodal_forward(
     model: Any,
     input_ids: Tensor | None = None,

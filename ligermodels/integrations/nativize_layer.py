@@ -16,14 +16,7 @@ from ligermodels.integrations.kimi_delta_attention import HFKimiDeltaAttention
 from ligermodels.integrations.latent_attention import HFLatentAttention
 from ligermodels.integrations.mamba2 import HFGatedGroupNorm, HFMamba2
 from ligermodels.integrations.mlp import experts_forward, keep_implementation, mlp_forward
-from ligermodels.integrations.modules import (
-    Native,
-    layer_forward,
-    mixer_forward,
-    native_forward,
-    set_forward,
-    within_adapter,
-)
+from ligermodels.integrations.modules import Native, layer_forward, native_forward, set_forward, within_adapter
 from ligermodels.integrations.norm import HFBlock, native_norms, norm_forward
 from ligermodels.integrations.short_conv import HFShortCausalConv, HFShortConv
 from ligermodels.layers import (
@@ -63,13 +56,13 @@ def _nativize_attention(
     if config.qk_norm is not None and config.qk_norm.has_weight:
         for norm in norms:
             set_norm(module.get_submodule(names[f"attention.{norm}"]), config.qk_norm.norm)
-    set_forward(module, mixer_forward, Native(config, names, layer(module, config)))
+    set_forward(module, layer_forward, Native(config, names, layer(module, config)))
 
 
 def _nativize_latent(module: nn.Module, config: LatentAttentionConfig, names: Names) -> None:
     for norm in ("kv_a_norm",) if config.q_rank is None else ("q_a_norm", "kv_a_norm"):
         set_norm(module.get_submodule(names[f"latent.{norm}"]), config.norm)
-    set_forward(module, mixer_forward, Native(config, names, HFLatentAttention(module, config)))
+    set_forward(module, layer_forward, Native(config, names, HFLatentAttention(module, config)))
 
 
 def _nativize_delta(
@@ -81,20 +74,20 @@ def _nativize_delta(
     conv, norm = (module.get_submodule(names[name]) for name in ("delta.conv", "delta.norm"))
     set_forward(conv, native_forward, Native(config, layer=HFCausalConv(conv, config)))
     set_forward(norm, native_forward, Native(config, layer=HFGatedNorm(norm, config)))
-    set_forward(module, mixer_forward, Native(config, names, layer(module, config)))
+    set_forward(module, layer_forward, Native(config, names, layer(module, config)))
 
 
 def _nativize_short_conv(module: nn.Module, config: ShortConvConfig, names: Names) -> None:
     conv = module.get_submodule(names["short_conv.conv"])
     set_forward(conv, native_forward, Native(config, layer=HFShortCausalConv(conv, config)))
-    set_forward(module, mixer_forward, Native(config, names, HFShortConv(module, config)))
+    set_forward(module, layer_forward, Native(config, names, HFShortConv(module, config)))
 
 
 def _nativize_mamba2(module: nn.Module, config: Mamba2Config, names: Names) -> None:
     conv, norm = (module.get_submodule(names[name]) for name in ("mamba.conv", "mamba.norm"))
     set_forward(conv, native_forward, Native(config, layer=HFCausalConv(conv, config)))
     set_forward(norm, native_forward, Native(config, layer=HFGatedGroupNorm(norm, config)))
-    set_forward(module, mixer_forward, Native(config, names, HFMamba2(module, config)))
+    set_forward(module, layer_forward, Native(config, names, HFMamba2(module, config)))
 
 
 class _Mixer(NamedTuple):

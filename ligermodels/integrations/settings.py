@@ -57,7 +57,7 @@ class Settings:
                 return name
         for name, settings in self.children.items():
             child = module._modules.get(name)
-            if child is None or settings.changed_in(child) is not None:
+            if child is None or has_own_forward(child) or settings.changed_in(child) is not None:
                 return name
         return None
 
@@ -78,6 +78,12 @@ def settings_of(module: nn.Module) -> Settings:
 def is_of_libraries(module: nn.Module) -> bool:
     """Whether the forward of the module's class is one of LIBRARIES, not of a user's class."""
     return str(type(module).forward.__module__).partition(".")[0] in LIBRARIES
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether this one module has a forward in place of its class's. Hooks of accelerate do not count."""
+    forward = vars(module).get("_old_forward", vars(module).get("forward"))
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
 def config_settings(config: Any) -> dict[str, Any]:
@@ -110,8 +116,10 @@ def changed_setting(model: Any, config: Mapping[str, Any]) -> str | None:
         return "the config"
     for path, module in model.named_modules():
         native = vars(module).get("native")
-        name = None if native is None else native.settings.changed_in(module)
-        if name is not None:
+        if native is None:
+            continue
+        is_changed_rotary = native.config is None and has_own_forward(module)
+        if name := "forward" if is_changed_rotary else native.settings.changed_in(module):
             return f"{path or type(model).__name__}.{name}"
     return None
 
@@ -165,7 +173,8 @@ def set_rotary(backbone: Any, built: Any, native: Callable[..., Any]) -> None:
 def has_rotary_of(backbone: nn.Module, names: Iterable[str]) -> bool:
     """Whether the rotary embeddings of a backbone are those of `set_rotary`, with their settings."""
     rotary = [module for name in names for module in getattr(backbone, name).modules()]
-    return all("native" in vars(module) for module in rotary) and keep_settings(rotary)
+    are_marked = all("native" in vars(module) and not has_own_forward(module) for module in rotary)
+    return are_marked and keep_settings(rotary)
 
 
 def _follows_length(rotary: nn.Module) -> bool:

@@ -215,12 +215,13 @@ def _fused_outputs(
         )
     if labels is None:
         raise InputError("labels: fused_lm_head=True gives log-probabilities of labels; give them")
+    config = text_config(model)
     inputs: Inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
     padding = Padding(attention_mask, inputs, labels)
     # Made first, so that their number is on the host by the time that the head needs it.
-    targets = Targets(labels, (1,), vocab_size=text_config(model).vocab_size)
+    targets = Targets(labels, (1,), vocab_size=config.vocab_size)
     kwargs |= {"past_key_values": past_key_values, "use_cache": False}
-    if getattr(model.config, "output_router_logits", False):
+    if getattr(config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
     found = part(model, "inner")(
         **inputs, attention_mask=attention_mask, padding=padding, native=not padding.is_labelled, **kwargs
@@ -241,7 +242,6 @@ def _fused_outputs(
     count = mask.sum() if num_items_in_batch is None else num_items_in_batch
     loss, aux_loss = per_item(-statistics["log_probs"].sum(), count), None
     if kwargs.get("output_router_logits"):
-        config = model.config
         aux_loss = load_balancing_loss_func(
             found.router_logits, config.num_experts, config.num_experts_per_tok, attention_mask
         )

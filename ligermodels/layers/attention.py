@@ -99,10 +99,8 @@ class Attention(AttentionLayer):
         """See `Layer.input_form`. `gate` reads `x` in the model's dtype."""
         return None if self.gate is not None else super().input_form()
 
-    def _check_length(self, chunk: int, keys: Tensor) -> None:
-        """InputError if rows of keys (B, T, ...), or of slots for them in a state, are longer than a chunk of the
-        config."""
-        length = keys.shape[1]
+    def _check_length(self, chunk: int, length: int) -> None:
+        """InputError if rows of `length` keys, or slots for them in a state, are longer than a chunk of the config."""
         if length > chunk:
             raise InputError(
                 f"chunk (attention_chunk_size): layers of this model attend within chunks of {chunk} tokens, which is "
@@ -116,7 +114,7 @@ class Attention(AttentionLayer):
         if self.external is not None:
             return self.external(q, k, v)
         if self.config.chunk is not None:
-            self._check_length(self.config.chunk, k)
+            self._check_length(self.config.chunk, k.shape[1] if context.shard is None else context.shard.length)
         options = {**self._score_options, "backend": self.config.backend}
         if context.shard is None:
             return ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, **options)
@@ -127,7 +125,7 @@ class Attention(AttentionLayer):
     ) -> Tensor:
         """`_attend` in a prefill, which fills the `state`, or in a decoding pass, whose k and v are all its slots."""
         if self.config.chunk is not None:
-            self._check_length(self.config.chunk, state.keys)
+            self._check_length(self.config.chunk, state.keys.shape[1])
         if context.cache_seqlens is None:
             state.fill(k, v)
             return self._attend(q, k, v, context)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels import ops
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers.tokens import ContextShard
 
 
@@ -73,5 +73,5 @@ def check_context_parallel(decoder: Any, ranks: int) -> None:
                 )
             try:
                 layer.check_context_parallel(ranks)
-            except ConfigError as error:
+            except (ConfigError, InputError) as error:
                 raise ConfigError(f"context: blocks[{i}].{name}: {error}") from None

@@ -36,12 +36,14 @@ def owned_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Name -> parameter or persistent buffer of `module`: the tensors of checkpoints. Shared tensors appear once.
 
-    InputError if DeepSpeed has partitioned a parameter.
+    Parameters that FSDP2 gathered for a forward pass without a backward pass are sharded again. InputError if DeepSpeed
+    has partitioned a parameter.
     """
+    # Before the parameters are listed: FSDP2's hooks on `state_dict` free what it has gathered.
+    persistent = module.state_dict(keep_vars=True).keys()
     tensors: dict[str, Tensor] = dict(module.named_parameters())
     for name, parameter in tensors.items():
         check_not_partitioned(name, parameter)
-    persistent = module.state_dict(keep_vars=True).keys()
     return tensors | {name: buffer for name, buffer in module.named_buffers() if name in persistent}
 
 

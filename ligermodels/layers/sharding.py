@@ -193,7 +193,12 @@ def is_fsdp(module: nn.Module) -> bool:
 
 
 def is_sharded(module: ModuleLike) -> bool:
-    """Whether a parameter is a DTensor, or is partitioned by DeepSpeed's ZeRO-3."""
+    """Whether parameters are sharded over ranks, also while FSDP2 has gathered all of them."""
+    return holds_shards(module) or any(map(is_fsdp, module.modules()))
+
+
+def holds_shards(module: ModuleLike) -> bool:
+    """Whether a parameter is a DTensor now, or is partitioned by DeepSpeed's ZeRO-3."""
     return any(is_dtensor(p) or hasattr(p, "ds_id") for p in module.parameters())
 
 
@@ -220,12 +225,38 @@ def call_gathered(module: nn.Module, function: Callable[..., Result], *args: Any
     """
     if not is_fsdp(module):
         return function(*args, **options)
+    gather_before_inference(module)
     if "_call" not in vars(module):
         from torch.distributed.fsdp import register_fsdp_forward_method  # a large import
 
         vars(module)["_call"] = lambda function, *args, **options: function(*args, **options)
         register_fsdp_forward_method(module, "_call")
-    return cast(Callable[..., Result], module._call)(function, *args, **options)
+    try:
+        return cast(Callable[..., Result], module._call)(function, *args, **options)
+    except BaseException:
+        shard_after_error(module)
+        raise
+
+
+def shard_after_error(module: nn.Module) -> None:
+    """Shard a module's parameters again that FSDP2 gathered for a pass that ended with an error."""
+    module.state_dict(keep_vars=True)  # has FSDP2's hooks for it; its `reshard` does nothing within a forward pass
+
+
+def gather_before_inference(module: nn.Module, *_: Any) -> None:
+    """Under torch.inference_mode, gather each group of FSDP2 in a module once outside of it; also a forward pre-hook.
+
+    FSDP2 keeps the tensors of its first gathering for all later ones. As inference tensors they would fail in the next
+    forward pass, without a message that names the cause.
+    """
+    if not torch.is_inference_mode_enabled() or vars(module).get("_is_gathered"):
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        for part in module.modules():
+            if is_fsdp(part) and not vars(part).get("_is_gathered"):
+                cast(Any, part).unshard()
+                cast(Any, part).reshard()
+                vars(part)["_is_gathered"] = True
 
 
 def chosen_together(model: ModuleLike, choose: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

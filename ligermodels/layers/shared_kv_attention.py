@@ -133,8 +133,9 @@ class SharedKVAttention(AttentionLayer):
         q, needed = self._queries(x, context), context.needed
         if self.external is not None:
             return cast(Tensor, self.o(self.external(q, None, None).flatten(2)))
-        if config.kv_from in context.keys_values and needed is not None and q.shape[1] * _FEW <= needed.length:
-            k, v = (tensor.flatten(0, 1)[None] for tensor in context.keys_values[config.kv_from])
+        shared = context.keys_values.get(config.kv_from)
+        if shared is not None and needed is not None and context.shard is None and q.shape[1] * _FEW <= needed.length:
+            k, v = (tensor.flatten(0, 1)[None] for tensor in shared)
             visible = _visible(needed, config.window, context.cu_seqlens)
             return cast(Tensor, self.o(ops.attention(q, k, v, mask=visible, **options).flatten(2)))
         if needed is not None:
@@ -145,8 +146,8 @@ class SharedKVAttention(AttentionLayer):
             out = ops.decode_attention(
                 q.to(keys.dtype), keys, values, context.cache_seqlens, tree_mask=mask, **windowed
             ).to(x.dtype)
-        elif config.kv_from in context.keys_values:
-            k, v = context.keys_values[config.kv_from]
+        elif shared is not None:
+            k, v = shared
             windowed["backend"] = config.backend
             if context.shard is None:
                 out = ops.attention(q, k, v, cu_seqlens=context.cu_seqlens, **windowed)
@@ -173,7 +174,8 @@ class SharedKVAttention(AttentionLayer):
 
 _FEW = 8
 """If at most one token in _FEW is needed (a prefill), only the needed tokens attend, with a mask. Otherwise all tokens
-attend, because kernels without a mask skip the keys that causality and documents hide."""
+attend, because kernels without a mask skip the keys that causality and documents hide; so they do under context
+parallelism, where the keys are of all ranks, and the numbers of the needed tokens of one."""
 
 
 def _visible(needed: SelectedTokens, window: int | None, cu_seqlens: Tensor | None) -> Tensor:

@@ -9,8 +9,9 @@ the tokens out anew, always in this order:
 3. Needed tokens: `SelectedTokens` takes the tokens whose states are needed, such as the tokens that have a target,
    after the last block that mixes tokens.
 
-A `TokenLayout` holds steps 1 and 2 of a pass. Within the blocks, sequence parallelism takes parts of these tokens
-(`layers.sequence_parallel.SequenceParts`).
+A `TokenLayout` holds steps 1 and 2 of a pass: `CausalLM.layout` makes it, and `Decoder.forward` lays the tokens out. A
+pass with a decoding state keeps padding (`FilledPadding`). Within the blocks, sequence parallelism takes parts of these
+tokens (`layers.sequence_parallel.SequenceParts`).
 """
 
 from __future__ import annotations
@@ -395,6 +396,5 @@ def reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def take_tokens(x: Tensor, indices: Tensor) -> Tensor:
-    """x (rows, length, ...) -> (1, n, ...), the tokens `indices`, long (n,), of the flattened ones; none occurs
-    twice."""
+    """x (rows, length, ...) -> (1, n, ...), the tokens `indices`, long (n,) and distinct, of the flattened ones."""
     return RowSelection(indices, x.shape[:2]).take(x)[None]

@@ -31,7 +31,7 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: Scale
             (https://arxiv.org/abs/2503.20783).
 
     Returns:
-        (B,), 0 for completions without a reward.
+        (B,), float32 (float64 for float64 rewards), 0 for completions without a reward.
 
     Raises:
         InputError: an argument has a wrong type or shape, or is out of range.
@@ -44,13 +44,12 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: Scale
     size = check_count(f"{OP}: num_generations", num_generations, least=2)
     if not isinstance(rewards, Tensor) or rewards.ndim != 1 or not rewards.is_floating_point() or len(rewards) % size:
         raise InputError(f"{OP}: rewards: must be floating (B,), with B a multiple of num_generations ({size})")
-    groups = rewards.view(-1, size)
+    groups = rewards.to(torch.promote_types(rewards.dtype, torch.float32)).view(-1, size)
     differences = groups - groups.nanmean(1, keepdim=True)
-    if scale_rewards == "group":
-        differences = differences / (nan_std(groups, 1)[:, None] + EPSILON)
-    elif scale_rewards == "batch":
-        differences = differences / (nan_std(rewards, 0) + EPSILON)
-    return differences.flatten().nan_to_num(nan=0.0)
+    if scale_rewards != "none":
+        deviation = nan_std(groups, 1)[:, None] if scale_rewards == "group" else nan_std(groups.flatten(), 0)
+        differences = differences / (deviation.masked_fill(deviation.isnan(), 0.0) + EPSILON)
+    return differences.flatten().masked_fill(rewards.isnan(), 0.0)
 
 
 def nan_std(values: Tensor, dim: int) -> Tensor:

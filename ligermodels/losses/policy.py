@@ -188,7 +188,7 @@ def grpo_loss(
         raise InputError(f"{OP}: use_bias_correction_kl needs ref_log_probs")
 
     new = masked(log_probs, mask)
-    old = new.detach() if old_log_probs is None else masked(old_log_probs.detach(), mask)
+    old = new.detach() if old_log_probs is None else masked(old_log_probs.detach(), mask).to(new.dtype)
     advantages = advantages.detach().to(new.dtype)
     advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else torch.where(mask, advantages, 0.0)
     log_ratio = new - old
@@ -199,7 +199,7 @@ def grpo_loss(
     losses, low, high = surrogate(ratio, advantages, new, options)
     kl = None
     if ref_log_probs is not None:
-        difference = masked(ref_log_probs.detach(), mask) - new
+        difference = masked(ref_log_probs.detach(), mask).to(new.dtype) - new
         kl = torch.expm1(difference) - difference
         kl = kl * ratio if use_bias_correction_kl else kl
         losses = losses + beta * kl if beta else losses

@@ -73,11 +73,12 @@ def kto_loss(
     check_positive("kto_loss", beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     if (kl is None) == (loss_type == "kto"):
         raise InputError("kto_loss: loss_type 'kto' needs kl, and 'apo_zero_unpaired' takes none")
-    ratios = sequence_log_probs(log_probs, mask) - reference_sums("kto_loss", ref_log_probs, mask)
+    sums = sequence_log_probs(log_probs, mask)
+    ratios = sums - reference_sums("kto_loss", ref_log_probs, mask).to(sums.dtype)
     anchor: Tensor | float = 0.0
     if kl is not None:
         check_tensor("kto_loss", "kl", kl, (), log_probs.device)
-        anchor = kl.detach().clamp(min=0)
+        anchor = kl.detach().to(sums.dtype).clamp(min=0)
     margin = beta * (ratios - anchor)
     losses = torch.where(label, desirable_weight * torch.sigmoid(-margin), undesirable_weight * torch.sigmoid(margin))
     return UnpairedLoss(reduced("kto_loss", losses, reduction), beta * ratios.detach())

@@ -6,6 +6,7 @@ from collections import Counter
 
 import torch
 
+from ligermodels.errors import InputError
 from ligermodels.layers.initialization import skip_init
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import DecoderConfig
@@ -33,6 +34,8 @@ def attention_summary(config: DecoderConfig, device: torch.device, dtype: torch.
         cu_seqlens = torch.tensor([0, seq_len // 2, seq_len], dtype=torch.int32)
         try:
             CausalLM(config).decoder(torch.zeros(1, seq_len, dtype=torch.long), cu_seqlens=cu_seqlens)
+        except InputError as error:  # as of rows that are longer than the attention's chunks
+            return f"unknown for rows of {seq_len} tokens: {error}"
         except (NotImplementedError, RuntimeError) as error:  # a layer of the user's own
             return f"unknown: a layer does not run on the meta device ({str(error).splitlines()[0]})"
     requests = [(request._replace(device=device.type, dtype=dtype), name) for request, name in calls]

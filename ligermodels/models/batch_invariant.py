@@ -16,8 +16,6 @@ def check_batch_invariant(decoder: Any) -> None:
         for name, layer in block.declarations().items():
             if not layer.batch_invariant:
                 refuse_batch_invariant(f"blocks[{i}].{name} ({type(block.get_submodule(name)).__name__})")
-            if getattr(layer, "_expert_mesh", None) is not None:
-                refuse_batch_invariant(f"expert parallelism of blocks[{i}].{name}")
     if decoder._tensor_ranks != 1 or decoder._sequence_mesh is not None or decoder._context_mesh is not None:
         refuse_batch_invariant("tensor, sequence or context parallelism", "spread the model by shard and replicate")
     for rope in modules_of(decoder, RotaryEmbedding):
@@ -25,6 +23,8 @@ def check_batch_invariant(decoder: Any) -> None:
         if scaling is not None and (scaling.context_thresholds.switch or scaling.context_thresholds.moving):
             refuse_batch_invariant(f"rotary scaling by the length of a row ({type(scaling).__name__})")
     for name, module in decoder.named_modules():
+        if getattr(module, "_expert_mesh", None) is not None:
+            refuse_batch_invariant(f"expert parallelism of {name}")
         if isinstance(module, Composed) and module.compute is not None:
             part = module.compute
             refuse_batch_invariant(f"{name} with {type(part).__name__}", "keep its weight in the model's dtype")

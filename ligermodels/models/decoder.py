@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 import torch
@@ -64,8 +63,6 @@ class Decoder(RefusesDropout):
     _tensor_ranks = 1  # number of tensor-parallel ranks
     _sequence_mesh: Any = None  # mesh of the ranks of sequence parallelism, see `layers.sequence_parallel`
     _context_mesh: Any = None  # mesh of the ranks of context parallelism, see `layers.context_parallel`
-    expert_routers: Mapping[int, RouterConfig] = MappingProxyType({})
-    """Configs of the routers of mixtures of experts, by the number of the block; empty on a transformers model."""
     has_routers = False  # whether a feed-forward layer returns the output of a router, or takes given experts
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -84,11 +81,7 @@ class Decoder(RefusesDropout):
         self.norm = config.norm.build(config.hidden_size)
         ropes = dict.fromkeys(rope for block in config.blocks for rope in block.ropes)
         self.ropes = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
-        routers = ((number, block.expert_router) for number, block in enumerate(config.blocks))
-        self.expert_routers = {number: router for number, router in routers if router is not None}
-        self.has_routers = bool(self.expert_routers) or any(
-            cast(Block, block).mlp_has_extra_output for block in self.blocks
-        )
+        self.has_routers = bool(self.expert_routers) or any(cast(Block, b).mlp_has_extra_output for b in self.blocks)
         if config.dropout:
             self.eval()
 
@@ -96,6 +89,14 @@ class Decoder(RefusesDropout):
     def narrows(self) -> bool:
         """Whether the last blocks mix no tokens (Gemma 4), so that passes with `token_indices` save their work."""
         return self._ends_token_wise and first_token_wise(self.blocks) < len(self.blocks)
+
+    @property
+    def expert_routers(self) -> Mapping[int, RouterConfig]:
+        """Configs of the routers of mixtures of experts, by the number of the block; empty on a transformers model."""
+        known = len(self.config.blocks)  # a user's own modules beyond them have no config
+        numbers = [i for i, block in enumerate(self.blocks) if i < known or isinstance(block, Block)]
+        routers = [(i, self._config_of(i).expert_router) for i in numbers]
+        return {i: router for i, router in routers if router is not None}
 
     @property
     def activation_checkpointing(self) -> ActivationCheckpointing:

@@ -18,7 +18,6 @@ from ligermodels.convert.weight_map import FLOATS, in_buckets
 from ligermodels.errors import ConfigError, ConfigWarning, InputError, short
 from ligermodels.layers.initialization import persistent_tensors, skip_init
 from ligermodels.layers.linear_parts import check_exportable
-from ligermodels.layers.sharding import reshard
 from ligermodels.models.differences import first_difference, module_difference
 from ligermodels.models.families import family_of
 from ligermodels.models.state_dict import export_state_dict, layout_in_memory, load_state_dict
@@ -106,7 +105,6 @@ class ExportMixin(nn.Module):
             >>> model.save_pretrained("out", max_shard_size="2GB")
         """
         spec = self.checked_export_spec()
-        reshard(self)
         spec.save(folder, persistent_tensors(self), max_shard_size=max_shard_size, overwrite=overwrite, keep=keep)
 
     def iter_hf_weights(
@@ -147,7 +145,6 @@ class ExportMixin(nn.Module):
         if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype in FLOATS)):
             raise InputError(f"dtype: must be one of {', '.join(sorted(map(str, FLOATS)))}, got {short(dtype)}")
         spec, limit = self.checked_export_spec(), parse_size(bucket_bytes, "bucket_bytes")
-        reshard(self)
         state = persistent_tensors(self)
         return in_buckets(spec.whole_map.export(state), limit, dtype, Ranks.that_hold(state.values()))
 
@@ -199,7 +196,6 @@ class ExportMixin(nn.Module):
         from ligermodels.convert.publish import Destination, publish
 
         spec, state = self.checked_export_spec(), persistent_tensors(self)
-        reshard(self)
         return publish(
             Destination(repo_id, commit_message, private, token, revision, create_pr),
             partial(spec.save, state=state, max_shard_size=max_shard_size, keep=keep),

@@ -18,3 +18,12 @@ def check_native(model: Any, function: str) -> None:
     elif hasattr(getattr(model, "config", None), "model_type"):
         advice = "lm.from_transformers(model) converts a model of transformers"
     raise InputError(f"{function}: takes a native CausalLM, got a {type(model).__name__}; {advice}")
+
+
+def check_own_modules(decoder: Any, function: str) -> None:
+    """InputError, naming the `function` that was called, if a decoder computes by a transformers model."""
+    if getattr(decoder, "exported_by", None) is not None:
+        raise InputError(
+            f"{function}: this model computes by the modules of the transformers model that wrap returned; use "
+            "transformers' tools on that one (PEFT, accelerate), or load another native model"
+        )

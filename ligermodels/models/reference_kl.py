@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.layers import IGNORE_INDEX
-from ligermodels.layers.sharding import is_fsdp, is_sharded, is_tensor_parallel
+from ligermodels.layers.sharding import holds_shards, is_fsdp, is_tensor_parallel
 from ligermodels.ops.runtime.library import once_differentiable
 
 Head = Callable[[Tensor], Tensor]
@@ -59,7 +59,7 @@ def divergence(
         raise InputError(
             "KL to the reference: not implemented for tensor-parallel heads; train without a reference, or with FSDP2"
         )
-    if is_sharded(head):
+    if holds_shards(head):
         raise InputError("KL to the reference: the head is sharded; call divergence by call_gathered(head, ...)")
     wide = torch.promote_types(hidden.dtype, torch.float32)
     chunks = _chunks(targets, vocab_size, wide, memory_budget, num_targets)

@@ -17,6 +17,8 @@ from ligermodels.layers.modules import modules_of
 from ligermodels.layers.sharding import is_tensor_parallel
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import Decoder
+from ligermodels.models.differences import module_difference
+from ligermodels.models.native import check_own_modules
 from ligermodels.parallel.expert import check_expert_parallel, expert_parallel, mixtures
 from ligermodels.parallel.fsdp import check_one_unit, fsdp
 from ligermodels.parallel.plan import ParallelPlan
@@ -65,6 +67,8 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
     before = parallelism_of(model)
     plan = plan or (before.plan if before else ParallelPlan())
     decoders = _decoders(model)
+    for decoder in decoders:
+        check_own_modules(decoder, "parallelize")
     _check(model, decoders, plan, before)
     _join_for(model)
     degrees = plan.degrees(world_size())
@@ -111,22 +115,31 @@ def _distribute(
 def parallel_copy(model: CausalLM) -> CausalLM:
     """A frozen copy of a model in evaluation mode, distributed by the model's own plan.
 
-    Raises InputError for a model that was sharded without a plan.
+    Raises InputError for a model that was sharded without a plan, or that is not as its config makes it: with LoRA,
+    quantised weights or changed layers.
     """
     parallelism = parallelism_of(model)
     if parallelism is None:
         raise InputError("the model was sharded without a plan, and cannot be copied; use lm.parallelize(model, plan)")
     with torch.device("meta"), skip_init():
         copy = CausalLM(model.config, model.export_spec)
+    sources = persistent_tensors(model)
+    names = sorted(sources.keys() ^ persistent_tensors(copy).keys())
+    difference = (names[0],) if names else module_difference(model, copy)
+    if difference is not None:
+        raise InputError(
+            f"frozen_copy: model.{difference[0]} of the distributed model is not as its config makes it (LoRA, "
+            "quantised weights, changed layers): call frozen_copy before lm.parallelize, and distribute the copy too"
+        )
     allocate(copy, model.dtype, "meta")
+    copy.batch_invariant = model.batch_invariant
     vars(copy)["_parallelism"] = parallelism
     parallelize(copy)
     copy.to_empty(device=model.device)
     initialize_buffers(copy, model.config.initializer_range)
-    tensors = persistent_tensors(copy)
     with torch.no_grad():
-        for name, tensor in persistent_tensors(model).items():
-            tensors[name].copy_(tensor)
+        for name, tensor in persistent_tensors(copy).items():
+            tensor.copy_(sources[name])
     return copy.requires_grad_(False).eval()
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import KeepsDtype, LMHead
 from ligermodels.layers.modules import modules_of
-from ligermodels.layers.sharding import reshard
+from ligermodels.layers.sharding import gather_before_inference, reshard, shard_after_error
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import Decoder
 from ligermodels.ops.runtime.tensors import dtype_named
@@ -29,10 +29,11 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
     FSDP2 gathers one group of parameters at a time: a block, an untied embedding, an untied head, the other parameters;
     or, if the plan's `fsdp_unit` is "model", all of them (see `check_one_unit`).
 
-    Modules that keep their dtypes (`KeepsDtype`) are a group before their block, and compute in these dtypes whatever
-    the plan. Experts that are distributed over ranks are a group of their own, and so are the router and the other
-    submodules of their mixture. Modules that are already sharded are not changed. After a forward pass without
-    gradients, all parameters are sharded again.
+    Modules that keep their dtypes (`KeepsDtype`), such as quantised weights, are a group before their block, and
+    compute in these dtypes whatever the plan. LoRA on them is in the block's group, in the plan's `param_dtype`.
+    Experts that are distributed over ranks are a group of their own, and so are the router and the other submodules of
+    their mixture. Modules that are already sharded are not changed. After a forward pass without gradients, or with an
+    error, all parameters are sharded again.
 
     Parameters that tensor or expert parallelism divides over all ranks remain as they are, unless the plan computes in
     another dtype: FSDP2 over one rank would copy all of them in each pass.
@@ -61,8 +62,8 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
     for root in roots:
         if not isinstance(root, FSDPModule):
             sharder.shard(root)
-            root.register_forward_pre_hook(_gather_before_inference, prepend=True)  # before FSDP2's own
-            root.register_forward_hook(_reshard_without_gradients)
+            root.register_forward_pre_hook(gather_before_inference, prepend=True)  # before FSDP2's own
+            root.register_forward_hook(_reshard_without_backward, always_call=True)
 
 
 def check_one_unit(model: nn.Module, degrees: Mapping[str, int], param_dtype: str | None) -> None:
@@ -190,29 +191,15 @@ def _no_deepcopy(_: Any) -> None:
     )
 
 
-def _gather_before_inference(module: nn.Module, _: Any) -> None:
-    """Forward pre-hook of a root: under torch.inference_mode, gather each group once outside of it.
-
-    FSDP2 keeps the tensors of its first gathering for all later ones. As inference tensors they would fail in the next
-    forward pass, without a message that names the cause.
-    """
-    if not torch.is_inference_mode_enabled() or vars(module).get("_is_gathered"):
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.unshard()
-                part.reshard()
-    vars(module)["_is_gathered"] = True
-
-
-def _reshard_without_gradients(module: nn.Module, *_: Any) -> None:
-    """Forward hook of a root: shard its parameters again after a forward pass without gradients.
+def _reshard_without_backward(module: nn.Module, _: Any, output: Any) -> None:
+    """Forward hook of a root: shard its parameters again after a forward pass without gradients, or with an error.
 
     FSDP2 keeps the parameters of a root gathered until its backward pass. Without one, an optimizer's step would not
     change the gathered parameters, and a new optimizer would receive them in place of the shards.
     """
-    if not torch.is_grad_enabled():
+    if output is None:  # an error
+        shard_after_error(module)
+    elif not torch.is_grad_enabled():
         reshard(module)
 
 

@@ -32,8 +32,8 @@ class ContinuationScores:
     """Scores of K heads on the model's own greedy continuations of prompts, the text that the heads draft.
 
     scores: scores over all new tokens.
-    ranks: for each prompt, long (K, n): at each position from the prompt's last token on, the number of tokens that a
-        head ranks above the correct token, -1 without a target.
+    ranks: for each prompt, long (K, n): after each new token, from the first one on, the number of tokens that a head
+        ranks above the correct token, -1 without a target.
     lengths: for each prompt, the number of new tokens.
     """
 
@@ -44,8 +44,10 @@ class ContinuationScores:
     def tokens_per_step(self, tree: Tree) -> float:
         """Tokens per step of decoding with `tree`, computed from the ranks; nan without a step.
 
-        Each step takes the longest path of correct candidates. The result is exact for these prompts and an estimate
-        for others. Unlike `tree.expected_tokens`, it does not assume independent errors of the heads.
+        Each step takes the longest path of correct candidates. For these prompts the result is exact with Medusa and
+        DFlash heads. The candidates of other heads also depend on the candidates before them, which here are the
+        correct tokens, and MTP heads attend to other keys in training: an estimate. Unlike
+        `tree.expected_tokens`, it does not assume independent errors of the heads.
         """
         paths, tokens, steps = set(tree.paths), 0, 0
         for ranks, length in zip(self.ranks, self.lengths, strict=True):
@@ -93,11 +95,15 @@ def evaluate_continuations(
             new = until_eos(row, ends)
             ids = torch.tensor([[*prompt, *new]])
             labels = ids.clone()
-            labels[:, : len(prompt) + 1] = IGNORE_INDEX  # the base model predicts the first new token
+            # The base model predicts the first new token; heads may start from it.
+            labels[:, : len(prompt) + model.first_ahead - 1] = IGNORE_INDEX
             batches.append(Batch({"input_ids": ids, "labels": labels}))
             lengths.append(len(new))
-    scores = evaluate_heads(model, batches, on_ranks=lambda batch_ranks: ranks.append(batch_ranks[:, 0]))
-    ranks = [row[:, len(prompt) - 1 :].cpu() for row, prompt in zip(ranks, prompts, strict=True)]
+    with model.scoring_every_token():
+        scores = evaluate_heads(model, batches, on_ranks=lambda batch_ranks: ranks.append(batch_ranks[:, 0]))
+    # Heads draft after the first new token from this token, or from the state of the prompt's last token.
+    before = model.first_ahead - 1
+    ranks = [row[:, len(prompt) - before :].cpu() for row, prompt in zip(ranks, prompts, strict=True)]
     return ContinuationScores(scores, ranks, lengths)
 
 

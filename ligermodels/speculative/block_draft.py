@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
@@ -29,13 +30,14 @@ from ligermodels.layers.targets import per_item, shift_labels
 from ligermodels.layers.tokens import token_layout
 from ligermodels.models.capture import boundaries_of
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.families import family_of
 from ligermodels.models.inputs import check_boundaries
 from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.ops import block_context_attention
 from ligermodels.ops.attention.block_context import context_starts
 from ligermodels.ops.loss.token_losses import check_mean_weights
-from ligermodels.ops.runtime.checks import check_plain
+from ligermodels.ops.runtime.checks import check_plain, check_same_tokens
 from ligermodels.speculative import block_formats as formats
 from ligermodels.speculative.block_drafter import BlockDrafter
 from ligermodels.speculative.block_head import KINDS, BlockDraftConfig, BlockHead, Drafted
@@ -184,7 +186,7 @@ class BlockDraftModel(DraftHeadModel):
             raise InputError("num_layers: has no effect beside layers, whose num_hidden_layers counts; leave it out")
         check_layers("layers", layers, KINDS)
         if boundaries is None:
-            count = int(layers.get("num_hidden_layers", NUM_LAYERS))
+            count = len(family_of(layers).decoder_config(layers).blocks)
             boundaries = boundaries_of(default_layer_ids(count, len(target.blocks)))
         else:
             boundaries = check_boundaries("boundaries", boundaries, len(target.blocks))
@@ -232,7 +234,7 @@ class BlockDraftModel(DraftHeadModel):
         weights = loss_options.pop("token_weights", None)
         if weights is not None:
             weights = blocks.after(batch.layout.packing.take(weights).flatten(), 1)
-        return self._loss(row, blocks, weights, num_items_in_batch, **loss_options)
+        return self._loss(batch, row, blocks, weights, num_items_in_batch, **loss_options)
 
     def _row(self, batch: PreparedBatch, own: Tensor | None) -> _Row:
         """The batch as one row, with the states of the base model. `own`: its labels (T,), in place of its ids."""
@@ -280,6 +282,7 @@ class BlockDraftModel(DraftHeadModel):
 
     def _loss(
         self,
+        batch: PreparedBatch,
         row: _Row,
         blocks: Blocks,
         token_weights: Tensor | None,
@@ -317,7 +320,8 @@ class BlockDraftModel(DraftHeadModel):
         fields = {"loss": total, "head_losses": losses, "confidence_loss": confidence, **_accepted(found, mask)}
         if torch.is_grad_enabled():
             return MultiHeadOutput(counts=blocks.counts, **fields)
-        return MultiHeadOutput.of_ranks(found.ranks.T[:, None], **fields)
+        ranks = blocks.at_anchors(found.ranks, len(row.ids)).unflatten(1, cast(Any, batch.targets).values.shape[1:])
+        return MultiHeadOutput.of_ranks(torch.stack([batch.layout.packing.restore(x, -1) for x in ranks]), **fields)
 
     def _count_targets(self, labels: Tensor, first: int, bounds: tuple[Tensor | None, ...]) -> Tensor:
         """The targets of each slot, (K,), of the blocks that `forward` samples for the labels; `first` is not used."""
@@ -325,11 +329,22 @@ class BlockDraftModel(DraftHeadModel):
         if labels.ndim != 2:
             raise InputError(f"labels: must be (batch, tokens), got shape {tuple(labels.shape)}")
         shape, (position_ids, cu_seqlens, mask) = (labels.shape[0], labels.shape[1]), bounds
+        check_same_tokens(labels, attention_mask=mask)
         layout = token_layout(shape, attention_mask=mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
         rows, ahead = layout.packing.take(labels, IGNORE_INDEX), range(1, 1 + self.num_heads)
         following = torch.stack([shift_labels(rows, each, layout.cu_seqlens) for each in ahead])
         options = self.training_options
         return sample_blocks(labels, following, layout.packing, options.num_anchors, options.seed).counts
+
+    @contextmanager
+    def scoring_every_token(self) -> Iterator[None]:
+        """Context in which each token with a target, and with a label of its own, starts a block."""
+        options = self.training_options
+        self.training_options = replace(options, num_anchors=2**31 - 1)
+        try:
+            yield
+        finally:
+            self.training_options = options
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 

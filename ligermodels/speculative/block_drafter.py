@@ -106,6 +106,7 @@ class BlockDrafter(Drafter):
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._write(layer, positions, k, v)
+            q = q.to(keys.dtype)  # under autocast, projections have another dtype
             options = self.head.config.sees(layer)
             scale, window = options["softmax_scale"], options["window"]
             if options["causal"]:

@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, cast
 
-from ligermodels.convert.json_values import is_int, object_field
+from ligermodels.arguments import check_count
+from ligermodels.convert.json_values import is_int, is_list_of, object_field
 from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import ConfigError, ConfigWarning, short, warn_caller
@@ -29,6 +30,7 @@ from ligermodels.speculative.draft_files import (
     other_tensors,
     read_ids,
     stored_base,
+    stored_layers,
     stored_tokens,
 )
 
@@ -158,7 +160,7 @@ def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> BlockDraftC
     kind = draft_type(stored)
     if kind not in PROFILES:
         raise ConfigError("architectures: names no DFlash or DSpark head")
-    nested = object_field(stored, NESTED) if NESTED in stored else {}
+    nested = object_field(stored, NESTED)
     fields = {**stored, **nested}
     _refuse_others(stored, nested, fields)
     layers = _layers(stored)
@@ -195,10 +197,13 @@ def _layers(stored: Mapping[str, Any]) -> dict[str, Any]:
         layers = {name: stored[name] for name in names if name in stored}
     layers.pop("architectures", None)
     layers.pop("is_causal", None)
+    types = layers.get("layer_types")
+    if types is not None and not is_list_of(types, lambda name: isinstance(name, str)):
+        raise ConfigError(f"layer_types: must be a list of names, got {short(types)}")
     if layers.get("model_type") in GEMMA4:
         return _gemma4_layers(layers)
-    nested = object_field(stored, NESTED) if NESTED in stored else {}
-    types = layers.get("layer_types") or _types_by_number(layers)
+    nested = object_field(stored, NESTED)
+    types = types or _types_by_number(layers)
     if nested.get("use_swa") and SLIDING not in types:
         types = [SLIDING] * len(types)
     if SLIDING in types:
@@ -211,8 +216,10 @@ def _layers(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 def _types_by_number(layers: Mapping[str, Any]) -> list[str]:
     """The types of layers whose config has none, as Qwen3's config has them."""
-    first = int(layers.get("max_window_layers", 28)) if layers.get("use_sliding_window") else math.inf
-    return [SLIDING if i >= first else "full_attention" for i in range(int(layers.get("num_hidden_layers") or 0))]
+    count, first = layers.get("num_hidden_layers"), math.inf
+    if layers.get("use_sliding_window"):
+        first = check_count("max_window_layers", layers.get("max_window_layers", 28), least=0)
+    return [SLIDING if i >= first else "full_attention" for i in range(count if is_int(count) else 0)]
 
 
 def _gemma4_layers(layers: dict[str, Any]) -> dict[str, Any]:
@@ -276,7 +283,7 @@ def _refuse_others(stored: Mapping[str, Any], nested: Mapping[str, Any], fields:
 
 def stored_boundaries(stored: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The boundaries that each field of config.json names, by the field; the field with precedence first."""
-    nested = object_field(stored, NESTED) if NESTED in stored else {}
+    nested = object_field(stored, NESTED)
     fields = (
         (BOUNDARIES, stored.get(BOUNDARIES), tuple),
         (f"{NESTED}.{LAYER_IDS}", nested.get(LAYER_IDS), boundaries_of),
@@ -287,8 +294,7 @@ def stored_boundaries(stored: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def facts_of(stored: Mapping[str, Any]) -> dict[str, Any]:
     """What config.json says about a head: its model, its layers, and sizes."""
-    whole = stored.get("transformer_layer_config", stored)
-    fields = {**stored, **(stored.get(NESTED) or {})}
+    whole, fields = stored_layers(stored), {**stored, **object_field(stored, NESTED)}
     return {
         "base_model": stored_base(stored),
         "layers": whole.get("num_hidden_layers"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, cast
@@ -68,6 +69,7 @@ class BlockDraftConfig:
     causal: bool | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", deepcopy(dict(self.layers)))  # the caller may change its own
         if self.layers.get("model_type") not in KINDS:
             kind = short(self.layers.get("model_type"))
             raise ConfigError(f"transformer_layer_config: model_type must be one of {', '.join(KINDS)}, got {kind}")

@@ -38,6 +38,12 @@ class Blocks(NamedTuple):
         slots = torch.arange(first, first + self.targets.shape[1], device=x.device)
         return x[(self.anchors[:, None] + slots).clamp(max=len(x) - 1)]
 
+    def at_anchors(self, ranks: Tensor, count: int) -> Tensor:
+        """Ranks (N, K) of the blocks, -1 without a target, as (K, T) of T = `count` tokens, -1 except at anchors."""
+        index = self.anchors.expand(ranks.shape[1], -1)
+        # A missing anchor is 0, which may be the anchor of another block too.
+        return ranks.new_full((ranks.shape[1], count), -1).scatter_reduce(1, index, ranks.T, "amax")
+
 
 def sample_blocks(labels: Tensor, following: Tensor, packing: Tokens, num_anchors: int, seed: int) -> Blocks:
     """Sample anchors without replacement, among tokens that have a label and whose next token has one too.

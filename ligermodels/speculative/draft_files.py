@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.convert.config_json import read_json
-from ligermodels.convert.json_values import is_int
+from ligermodels.convert.json_values import as_object, is_int, is_list_of, object_field
 from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError, short, warn_caller
 from ligermodels.layers.initialization import persistent_tensors
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ligermodels.speculative.draft_head import DraftHeadModel
 
 TORCH_FILE = "pytorch_model.bin"
+SERVING, NESTED_LAYERS = "speculators_config", "transformer_layer_config"
 LM_HEAD, EMBEDDING, D2T, T2D = "lm_head.weight", "embed_tokens.weight", "d2t", "t2d"
 LAYER_FIELDS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -101,20 +102,25 @@ class Target:
 
 def stored_tokens(stored: Mapping[str, Any]) -> int | None:
     """The number of tokens that a server proposes by default; None where config.json does not name it."""
-    methods = (stored.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    tokens = methods[0].get("speculative_tokens")
+    methods = object_field(stored, SERVING).get("proposal_methods")
+    tokens = as_object(methods[0] if isinstance(methods, list) and methods else None).get("speculative_tokens")
     return tokens if is_int(tokens) and tokens > 0 else None
 
 
 def stored_base(stored: Mapping[str, Any]) -> Any:
     """The name of the base model in config.json in speculators' form, or None."""
-    return ((stored.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+    return object_field(object_field(stored, SERVING), "verifier", f"{SERVING}.").get("name_or_path")
+
+
+def stored_layers(stored: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the head's layers: nested in speculators' form, the whole config.json in the others."""
+    return object_field(stored, NESTED_LAYERS) if NESTED_LAYERS in stored else stored
 
 
 def read_ids(name: str, ids: Any) -> tuple[int, ...]:
     """A list of ids of layers; ConfigError for another value of the field `name`."""
-    if not isinstance(ids, list) or not all(is_int(each) for each in ids):
-        raise ConfigError(f"{name}: must be a list of whole numbers, got {short(ids)}")
+    if not ids or not is_list_of(ids, is_int):
+        raise ConfigError(f"{name}: must be a list of whole numbers, at least one, got {short(ids)}")
     return tuple(ids)
 
 

@@ -25,7 +25,7 @@ from ligermodels.layers.initialization import initialize
 from ligermodels.layers.sharding import reshard
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import require_type
-from ligermodels.models.native import check_native
+from ligermodels.models.native import check_native, check_own_modules
 from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.speculative import draft_files as files
 from ligermodels.speculative.block_loss import capped
@@ -73,6 +73,7 @@ class DraftHeadModel(MultiHeadModel):
         """
         super().__init__()
         check_native(base, "base")
+        check_own_modules(base.decoder, type(self).__name__)
         if vocabulary is None:
             vocabulary = DraftVocabulary.whole(base.config.vocab_size)
         if not isinstance(vocabulary, DraftVocabulary):

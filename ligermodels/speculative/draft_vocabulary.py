@@ -157,6 +157,8 @@ class DraftVocabulary(nn.Module):
         Raises:
             CheckpointError: the tables contradict each other, or do not fit the model.
         """
+        if d2t.ndim != 1 or d2t.is_floating_point() or d2t.is_complex():
+            raise CheckpointError(f"d2t: must be whole numbers (n,), got {d2t.dtype} {tuple(d2t.shape)}")
         if t2d is not None and t2d.shape != (vocab_size,):
             raise CheckpointError(
                 f"t2d: has the shape {tuple(t2d.shape)}, and the model {vocab_size:,} tokens; give the base model of "

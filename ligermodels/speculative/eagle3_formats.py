@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from ligermodels.arguments import EAGLE_FLAGS, check_number
+from ligermodels.arguments import EAGLE_FLAGS, MOST_HEADS, check_count, check_number
 from ligermodels.convert.json_values import is_int, object_field
 from ligermodels.convert.mappings import rename
 from ligermodels.convert.weight_map import WeightMap
@@ -28,6 +28,7 @@ from ligermodels.speculative.draft_files import (
     other_tensors,
     read_ids,
     stored_base,
+    stored_layers,
     stored_tokens,
 )
 from ligermodels.speculative.eagle3_head import Eagle3Config
@@ -153,6 +154,7 @@ def weight_map(config: Eagle3Config, prefix: str = "layers.0", *, lm_head: bool 
 def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> Eagle3Config:
     """The config of a head from config.json, in any of the forms, for a model with the config `target`; ConfigError if
     it is no config of an EAGLE-3 head, or a field has a bad value."""
+    stored_steps(stored), stored_decay(stored)  # checked here, where errors name the folder
     kind = stored.get("speculators_model_type")
     flat = kind is None
     if not flat and kind != "eagle3":
@@ -195,23 +197,22 @@ def _ids(name: str, given: Any) -> tuple[int, ...]:
 
 
 def stored_steps(stored: Mapping[str, Any]) -> int | None:
-    """The number of tokens that a server proposes by default; None where config.json does not name it."""
-    steps = stored.get(STEPS_FIELD)
-    return stored_tokens(stored) or (steps if is_int(steps) and steps > 0 else None)
+    """The number of tokens that a server proposes by default; None where config.json does not name it. InputError if
+    it is too large."""
+    tokens, steps = stored_tokens(stored), stored.get(STEPS_FIELD)
+    name, count = (STEPS_FIELD, steps) if tokens is None else ("speculative_tokens", tokens)
+    return check_count(name, count, most=MOST_HEADS) if is_int(count) and count > 0 else None
 
 
 def stored_decay(stored: Mapping[str, Any]) -> float | None:
-    """The decay of the steps' weights; None where config.json does not name it."""
+    """The decay of the steps' weights; None where config.json does not name it. InputError for a bad value."""
     decay = stored.get(DECAY_FIELD)
-    try:
-        return None if decay is None else float(check_number(DECAY_FIELD, decay))
-    except InputError as error:
-        raise ConfigError(f"config.json: {error}") from None
+    return None if decay is None else float(check_number(DECAY_FIELD, decay))
 
 
 def facts_of(stored: Mapping[str, Any]) -> dict[str, Any]:
     """What config.json says about a head: its model, the kind of its layer, and sizes."""
-    whole = stored.get("transformer_layer_config", stored)
+    whole = stored_layers(stored)
     return {
         "base_model": stored_base(stored) or stored.get("target_model_name_or_path"),
         "layer": whole.get("model_type"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, cast
@@ -61,6 +62,7 @@ class Eagle3Config:
     norm_output: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "layer", deepcopy(dict(self.layer)))  # the caller may change its own
         if self.layer.get("model_type") not in KINDS:
             kind = short(self.layer.get("model_type"))
             raise ConfigError(f"transformer_layer_config: model_type must be one of {', '.join(KINDS)}, got {kind}")

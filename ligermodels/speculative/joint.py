@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.arguments import check_number
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, short
 from ligermodels.layers import HeadLoss, Targets
 from ligermodels.layers.lm_head import given_options
 from ligermodels.layers.quantized import check_unquantized
@@ -37,11 +37,13 @@ def frozen_copy(model: CausalLM, place: Literal["device", "cpu_offload"] = "devi
         The copy, in evaluation mode.
 
     Raises:
-        InputError: "cpu_offload" for a sharded model.
+        InputError: another `place`, or "cpu_offload" for a sharded model.
 
     Examples:
         >>> joint = lm.JointMedusa(medusa, reference=frozen_copy(medusa.base))
     """
+    if place not in ("device", "cpu_offload"):
+        raise InputError(f"place: must be 'device' or 'cpu_offload', got {short(place)}")
     if is_sharded(model):
         if place != "device":
             raise InputError("reference: 'cpu_offload' is not implemented for a sharded model; give 'device'")
@@ -159,6 +161,8 @@ class JointMedusa(RefusesDropout):
         Raises:
             InputError: ids out of range (on a GPU: a device assertion), shapes that do not fit, an unknown option.
         """
+        if labels is None:
+            raise InputError("labels: the joint loss needs them; for logits call the model with its heads")
         if not isinstance(heads_loss_weight, Tensor):
             check_number("heads_loss_weight", heads_loss_weight)
         inputs = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ligermodels.convert import hub
@@ -48,16 +48,21 @@ def load_multi_head(
     config = config_of_heads(heads)
     if (kind := draft_type(config)) is not None:
         return DRAFT_HEADS[kind].from_pretrained(base, heads, progress=progress)
-    if (other := config.get("speculators_model_type")) is not None:
-        raise ConfigError(
-            f"{heads}: speculators_model_type: {short(other)} heads are not implemented; give {', '.join(DRAFT_HEADS)}"
-        )
+    refuse_others(config, heads)
     if _is_mtp(base, heads):
         return MTPModel.from_pretrained(base, heads, progress=progress)
     try:
         return MedusaModel.from_pretrained(base, heads, progress=progress)
     except NoHeadsError as error:
         raise NoHeadsError(f"{error}; and no MTP head for this model") from None
+
+
+def refuse_others(config: Mapping[str, Any], heads: object) -> None:
+    """ConfigError if the `config` of `heads`, whose kind is not in DRAFT_HEADS, names a kind in speculators' form."""
+    if (other := config.get("speculators_model_type")) is not None:
+        raise ConfigError(
+            f"{heads}: speculators_model_type: {short(other)} heads are not implemented; give {', '.join(DRAFT_HEADS)}"
+        )
 
 
 def _is_mtp(base: CausalLM, heads: str | os.PathLike[str]) -> bool:

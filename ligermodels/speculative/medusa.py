@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.arguments import MOST_HEADS, check_count, names_checked
+from ligermodels.arguments import MOST_HEADS, check_count, check_flag, names_checked
 from ligermodels.convert.input_files import folder_to_write
 from ligermodels.convert.ranks import Ranks
 from ligermodels.errors import InputError, short
@@ -120,7 +120,7 @@ class MedusaModel(MultiHeadModel):
         elements = num_heads * (num_layers * hidden * (hidden + 1) + (hidden * self.shape.vocab_size if state else 0))
         heads = f"{num_heads} heads of num_layers = {num_layers}"
         with base.device, memory_for(heads, base.device, elements * base.dtype.itemsize):
-            self.heads = nn.ModuleList(self._new_head(state) for _ in range(num_heads)).to(base.dtype)
+            self.heads = nn.ModuleList(self._new_head(state).to(base.dtype) for _ in range(num_heads))
 
     def _new_head(self, lm_head_state: dict[str, Tensor]) -> MedusaHead:
         lm_head = None
@@ -329,12 +329,13 @@ class MedusaModel(MultiHeadModel):
         """
         check_native(base, "base")
         check_decay(decay)
+        check_flag("own_lm_heads", own_lm_heads)
         path = heads_folder(folder)
         require_type(config_of_heads(path), MEDUSA_TYPE, path)
         with open_heads(path) as stored:
             repeated = repeats_lm_head(base, path, stored)
             lm_head: Literal["own", "shared"] = "shared" if repeated and not own_lm_heads else "own"
-            model = cls.from_base(base, stored.num_heads, stored.num_layers, lm_head, decay)
+            model = cls(base, stored.num_heads, stored.num_layers, lm_head, decay)
             state = head_state(model.heads, "heads")
             if not stored.biases:
                 state = {name: tensor for name, tensor in state.items() if not name.endswith(".linear.bias")}
@@ -342,4 +343,5 @@ class MedusaModel(MultiHeadModel):
                 state = {name: tensor for name, tensor in state.items() if ".lm_head." not in name}
             weight_map = stored.weight_map(model.shape, lm_heads=not repeated)
             weight_map.load(stored.reader, state, progress, what=f"{path}: the checkpoint of the heads")
+        base.requires_grad_(False)
         return model

@@ -19,7 +19,7 @@ from ligermodels.convert.ranks import Ranks
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.generation.state import DecodingState
 from ligermodels.layers.initialization import initialize, persistent_tensors
-from ligermodels.layers.sharding import gathered, reshard
+from ligermodels.layers.sharding import gathered
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import MTP_TYPE, require_type
 from ligermodels.models.mtp_format import mtp_block
@@ -282,8 +282,6 @@ class MTPModel(MultiHeadModel):
             >>> mtp.save_pretrained("with-mtp/")
         """
         spec, layout = self.base.checked_export_spec(), self.layout
-        reshard(self.base)
-        reshard(self.head)
         state = persistent_tensors(self.base)
         copies = {f"mtp.copies.{i}": names for i, names in enumerate(layout.copies.items())}
         mappings = [*layout.weight_map.mappings, *(rename(native, name) for native, (name, _) in copies.items())]
@@ -312,7 +310,6 @@ class MTPModel(MultiHeadModel):
         Raises:
             CheckpointError: the folder is in use or cannot be written.
         """
-        reshard(self.head)
         base, layout, state = self.base, self.layout, head_state(self.head, "mtp")
         config: dict[str, Any] = {"model_type": MTP_TYPE}
         if base.export_spec is not None:
@@ -322,7 +319,7 @@ class MTPModel(MultiHeadModel):
             layout.format.fields[0]: layout.num_layers,
             "hidden_size": base.config.hidden_size,
             "vocab_size": base.config.vocab_size,
-            "dtype": str(base.dtype).removeprefix("torch."),
+            "dtype": str(next(self.head.parameters()).dtype).removeprefix("torch."),
         }
         config = {name: value for name, value in config.items() if value is not None}
         tensors, ranks = layout.weight_map.export(state), Ranks(state.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Literal, cast, overload
 
@@ -32,7 +33,7 @@ from ligermodels.speculative.tree import DynamicTree, Tree, chain
 class MultiHeadModel(RefusesForeignNames, RefusesDropout):
     """Base class of models with K draft heads. Head i (from 0) at position t predicts token t + 2 + i.
 
-    Subclasses (`MedusaModel`, `MTPModel`) implement the methods that raise NotImplementedError here.
+    Subclasses implement the methods that raise NotImplementedError here.
 
     Attributes:
         base: the base model.
@@ -90,6 +91,10 @@ class MultiHeadModel(RefusesForeignNames, RefusesDropout):
             InputError: these heads cannot draft such a tree.
         """
         raise NotImplementedError
+
+    def scoring_every_token(self) -> AbstractContextManager[None]:
+        """Context in which the heads are scored on all tokens of a batch, for those that sample some of them."""
+        return nullcontext()
 
     def save_whole(
         self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
@@ -375,7 +380,7 @@ class MultiHeadModel(RefusesForeignNames, RefusesDropout):
         if max_new_tokens is None and options.get("max_length") is None:
             max_new_tokens = generation_defaults.get("max_new_tokens")
         penalty = options.pop("repetition_penalty", generation_defaults.get("repetition_penalty", 1.0))
-        if penalty != 1.0:
+        if penalty not in (None, 1.0):
             raise InputError(
                 f"repetition_penalty: tree decoding does not support it, and the checkpoint or the call sets "
                 f"{penalty}; give repetition_penalty=1.0 to decode without a penalty"

@@ -22,7 +22,8 @@ class MultiHeadOutput(ModelOutput):
 
     loss: scalar.
     head_losses: (K,), unweighted.
-    ranks: long (K, B, T), number of tokens that a head finds more probable than the target, -1 without a target.
+    ranks: long (K, B, T), number of tokens that a head finds more probable than the target, -1 without a target; of
+        DFlash and DSpark heads at the anchors of blocks.
     accuracy: {1: (K,), 5: (K,)}, the fraction of targets among the 1 or 5 most probable tokens of each head.
     counts: (K,), number of targets of each head.
     logits: (K, B, T, V), without labels.

@@ -11,8 +11,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ligermodels.arguments import check_count
-from ligermodels.errors import InputError
+from ligermodels.arguments import check_count, is_sequence, is_whole
+from ligermodels.errors import InputError, short
 
 Path: TypeAlias = tuple[int, ...]
 Table: TypeAlias = Tensor | Sequence[Sequence[float]]
@@ -52,11 +52,9 @@ class Tree:
             >>> tree = Tree.from_paths([(0,), (1,), (0, 0)])
             >>> medusa.generate([[1, 5, 9]], max_new_tokens=64, tree=tree)
         """
-        node_paths = [tuple(path) for path in paths]
+        node_paths = [_checked_path(path) for path in (paths if isinstance(paths, Iterable) else [paths])]
         known = set(node_paths)
         for path in node_paths:
-            if not path or any(not isinstance(rank, int) or rank < 0 for rank in path):
-                raise InputError(f"tree path {path} must be one or more ranks, integers from 0 on")
             if len(path) > 1 and path[:-1] not in known:
                 raise InputError(f"tree path {path} lacks its parent {path[:-1]}: add it")
             if num_heads is not None and len(path) > num_heads:
@@ -164,6 +162,12 @@ class DynamicTree:
         return min(self.nodes, self.pool) + 1
 
 
+def _checked_path(path: Sequence[int]) -> Path:
+    if not is_sequence(path) or not path or not all(is_whole(rank) and rank >= 0 for rank in path):
+        raise InputError(f"tree path {short(path)} must be one or more ranks, integers from 0 on")
+    return tuple(map(int, path))
+
+
 def require_fixed(tree: Tree | DynamicTree, kind: str) -> None:
     """InputError for a `DynamicTree`, with heads of this kind, which have no probabilities after a candidate."""
     if isinstance(tree, DynamicTree):
@@ -175,7 +179,7 @@ def require_fixed(tree: Tree | DynamicTree, kind: str) -> None:
 
 def chain(num_heads: int) -> Tree:
     """A tree with a single path: the first candidate of each head."""
-    return Tree.from_paths([(0,) * depth for depth in range(1, num_heads + 1)])
+    return Tree.from_paths([(0,) * depth for depth in range(1, check_count("num_heads", num_heads, least=0) + 1)])
 
 
 def grow(accuracies: Table, nodes: int = 63) -> Tree:
@@ -199,9 +203,7 @@ def grow(accuracies: Table, nodes: int = 63) -> Tree:
     Examples:
         >>> tree = grow(evaluate_heads(medusa, batches).hits, nodes=63)
     """
-    table = _as_table(accuracies)
-    if nodes < 1:
-        raise InputError(f"nodes must be at least 1, got {nodes}")
+    table, nodes = _as_table(accuracies), check_count("nodes", nodes)
     paths: list[Path] = []
     frontier: list[tuple[float, int, Path]] = [(-1.0, 0, ())]  # minus probability, depth, path; the smallest is next
     while frontier and len(paths) <= nodes:
@@ -251,8 +253,7 @@ def default_tree(num_heads: int, nodes: int = 63, *, vocab_size: int = MAX_CHILD
     Raises:
         InputError: an argument is below 1.
     """
-    if min(num_heads, vocab_size) < 1:
-        raise InputError(f"num_heads and vocab_size must be at least 1, got {num_heads} and {vocab_size}")
+    num_heads, vocab_size = check_count("num_heads", num_heads), check_count("vocab_size", vocab_size)
     return grow([reference_accuracies(head)[:vocab_size] for head in range(num_heads)], nodes)
 
 

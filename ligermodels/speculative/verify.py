@@ -24,7 +24,7 @@ from ligermodels.pretrained import from_config
 from ligermodels.speculative.checks import ROWS, HeadsReport, check_values, compare, random, report_of, require
 from ligermodels.speculative.head_files import CONFIG, allocated
 from ligermodels.speculative.hub import heads_folder
-from ligermodels.speculative.load import DRAFT_HEADS
+from ligermodels.speculative.load import DRAFT_HEADS, refuse_others
 from ligermodels.speculative.medusa import ResBlock
 from ligermodels.speculative.medusa_files import Heads, open_heads
 from ligermodels.speculative.mtp_files import load_head, stored_layers
@@ -54,7 +54,7 @@ def verify_heads(heads: str | os.PathLike[str], model: str | os.PathLike[str] | 
         The report.
 
     Raises:
-        ConfigError: the model's config is not supported.
+        ConfigError: the model's config is not supported, or the heads are of a kind that is not implemented.
         CheckpointError, HubError: there are no such files.
 
     Examples:
@@ -68,6 +68,7 @@ def verify_heads(heads: str | os.PathLike[str], model: str | os.PathLike[str] | 
     if (kind := draft_type(stored)) is not None:
         files: Any = Eagle3Files if kind == EAGLE_TYPE else BlockFiles
         return files.report(base, hub.resolve(heads), DRAFT_HEADS[kind])
+    refuse_others(stored, heads)
     if (folder / CONFIG).is_file() and set(MEDUSA_COUNTS).isdisjoint(stored) and _has_mtp(base, heads):
         return report_of("MTP", _mtp_checks(base, hub.resolve(heads)))
     path = heads_folder(heads)

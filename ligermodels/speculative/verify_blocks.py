@@ -19,7 +19,7 @@ from ligermodels.speculative.block_head import GEMMA4, BlockDraftConfig, BlockHe
 from ligermodels.speculative.block_loss import capped
 from ligermodels.speculative.checks import ROWS, compare, random, require
 from ligermodels.speculative.draft_checks import DraftFiles, Formulas, attention
-from ligermodels.speculative.draft_files import D2T, EMBEDDING, LM_HEAD, stored_tokens
+from ligermodels.speculative.draft_files import D2T, EMBEDDING, LM_HEAD, SERVING, stored_tokens
 
 LENGTH, ANCHORS = 12, (0, 5, 11)
 """Tokens of the context, and the tokens of it that start a block."""
@@ -48,12 +48,12 @@ class BlockFiles(DraftFiles[BlockDraftConfig]):
         """Sizes of the model, and fields that do not contradict one another."""
         config, kind = self.config, draft_type(self.stored)
         self.check_sizes()
-        nested = self.stored.get(formats.NESTED) or {}
+        nested = object_field(self.stored, formats.NESTED)
         for name in ("block_size", "mask_token_id"):
             inner, outer = nested.get(name), self.stored.get(name)
             same = None in (inner, outer) or inner == outer
             require(same, f"{name}: is {outer}, but {formats.NESTED}.{name} is {inner}")
-        serving = object_field(self.stored, "speculators_config") if "speculators_config" in self.stored else {}
+        serving = object_field(self.stored, SERVING)
         algorithm = serving.get("algorithm", kind)
         require(algorithm == kind, f"speculators_config.algorithm: is {algorithm!r}, and the head is of {kind!r}")
         tokens = stored_tokens(self.stored) or config.num_drafts

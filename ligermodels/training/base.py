@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.gguf")
 """A folder with such a file is a checkpoint, even if it cannot be used: it is never trained from random weights."""
-CONFIGS = ("config.json", "generation_config.json")
 
 
 @dataclass(frozen=True)

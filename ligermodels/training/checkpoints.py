@@ -9,7 +9,7 @@ import secrets
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -224,12 +224,6 @@ class Checkpoints:
         if self._ranks.writes:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def about(self, step: int) -> dict[str, Any]:
-        """The content of run.json: the values given to `save`. Raises CheckpointError if it cannot be read."""
-        path = self.path(step)
-        _verify(path, [RUN])
-        return _read_json(path / RUN)
-
     def parameters(self, step: int, model: nn.Module) -> dict[str, Tensor]:
         """The parameters in a checkpoint by name, on the CPU.
 
@@ -356,22 +350,21 @@ def _reason(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _verify(path: Path, names: Iterable[str] | None = None) -> None:
-    """Compare files of the checkpoint at `path` with its manifest: `names`, or all files. CheckpointError names a file
-    that differs."""
+def _verify(path: Path) -> None:
+    """Compare the files of the checkpoint at `path` with its manifest. CheckpointError names a file that differs."""
     manifest = _read_json(path / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path / MANIFEST}: is of format {manifest.get('format')}, this version reads {FORMAT}")
     written = manifest.get("files")
     if not isinstance(written, dict):
         raise _unusable(path / MANIFEST, "names no files")
-    for name in written if names is None else names:
+    for name, known in written.items():
         try:
             checksum = _checksum(path / name)
         except OSError as error:
             raise _unusable(path / name, f"cannot be read: {error.strerror or error}") from None
-        if checksum != written.get(name):
-            raise _unusable(path / name, f"is damaged: it is {checksum}, and was written as {written.get(name)}")
+        if checksum != known:
+            raise _unusable(path / name, f"is damaged: it is {checksum}, and was written as {known}")
 
 
 def _checksum(path: Path) -> dict[str, Any]:

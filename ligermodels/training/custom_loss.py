@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ligermodels.errors import ConfigError, InputError
+from ligermodels.errors import ConfigError, InputError, short
 from ligermodels.layers import IGNORE_INDEX
 from ligermodels.layers.targets import shift_labels
 from ligermodels.models.causal_lm import CausalLM
@@ -23,6 +24,9 @@ CustomLoss = Callable[[Mapping[str, Any]], Any]
 TOKEN_FIELDS = ("log_probs", "mask", "input_ids", "labels", "cu_seqlens")
 """Fields of a batch of texts and chats: log-probabilities of the next tokens of a row (1, n), a mask of those that are
 trained on, and the batch."""
+
+OF_RUNS = ("step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "peak_memory")
+"""Metrics of every run, whose names a user's loss may not give to its own."""
 
 
 class TokenLossModel(ObjectiveModel):
@@ -60,8 +64,7 @@ class TokenLossModel(ObjectiveModel):
         losses, metrics = item_losses(self.path, self._loss(fields), mask.shape)
         count = mask.sum()
         num_items = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        values = {name: torch.as_tensor(value, device=mask.device).detach().float() for name, value in metrics.items()}
-        means = {name: (torch.where(mask, value, 0.0).sum(), count.float()) for name, value in values.items()}
+        means = {name: (torch.where(mask, value, 0.0).sum(), count.float()) for name, value in metrics.items()}
         loss = torch.where(mask, losses, 0.0).sum() / num_items
         return ObjectiveOutput.of(self.model, loss, count / num_items, out, means)
 
@@ -127,7 +130,7 @@ def load_loss(path: str, fields: Collection[str]) -> CustomLoss:
     return call
 
 
-def item_losses(path: str, result: Any, shape: torch.Size) -> tuple[Tensor, dict[str, Any]]:
+def item_losses(path: str, result: Any, shape: torch.Size) -> tuple[Tensor, dict[str, Tensor]]:
     """The losses in the result of a loss, and its metrics.
 
     Args:
@@ -135,8 +138,11 @@ def item_losses(path: str, result: Any, shape: torch.Size) -> tuple[Tensor, dict
         result: a tensor of `shape`; or a scalar, the mean over them; or one of these and a dict of metrics.
         shape: shape of the items.
 
+    Returns:
+        The losses, of `shape`; and the metrics without a gradient, floating, of `shape` or ().
+
     Raises:
-        InputError: another type or shape, or a loss without a gradient.
+        InputError: another type or shape, a loss without a gradient, or a metric with a name of the run's own.
     """
     loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not isinstance(loss, Tensor) or not isinstance(metrics, Mapping):
@@ -148,4 +154,20 @@ def item_losses(path: str, result: Any, shape: torch.Size) -> tuple[Tensor, dict
         )
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise InputError(f"loss: {path} returns a loss without a gradient; compute it from log_probs")
-    return loss.expand(shape), dict(metrics)
+    if taken := [name for name in metrics if name in OF_RUNS]:
+        raise InputError(f"loss: {path} returns a metric {taken[0]!r}, a name of the run's own; give it another name")
+    return loss.expand(shape), {name: _metric(path, name, value, loss, shape) for name, value in metrics.items()}
+
+
+def _metric(path: str, name: str, value: Any, loss: Tensor, shape: torch.Size) -> Tensor:
+    """A metric as a floating tensor without a gradient. InputError unless it fits: see `item_losses`."""
+    dtype = torch.promote_types(loss.dtype, torch.float32)
+    found: Tensor | None = None
+    with suppress(TypeError, ValueError, RuntimeError):  # for text, None, or lists of unequal lengths
+        found = torch.as_tensor(value, device=loss.device).detach().to(dtype)
+    if found is None or found.shape not in (shape, torch.Size()):
+        given = short(value) if found is None else f"shape {tuple(found.shape)}"
+        raise InputError(
+            f"loss: {path}: the metric {name!r} must be a number, or one for each item, {tuple(shape)}; got {given}"
+        )
+    return found

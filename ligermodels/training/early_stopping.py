@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ligermodels.arguments import check_count, check_number
 from ligermodels.errors import InputError
 from ligermodels.training.callback import Callback, Event
 
@@ -38,15 +39,18 @@ class EarlyStopping(Callback):
     """Ends training after `patience` evaluations in a row without a lower validation loss.
 
     Args:
-        patience: number of evaluations.
-        threshold: a loss that is not lower than the best by more than this is no improvement.
+        patience: number of evaluations, at least 1.
+        threshold: a loss that is not lower than the best by more than this is no improvement. Default: 0.
+
+    Raises:
+        InputError: a number is out of range.
 
     Examples:
         >>> fine_tune(recipe.changed({"evaluate_every": 100}), "out/", callbacks=[EarlyStopping(3)])
     """
 
     def __init__(self, patience: int, threshold: float = 0.0) -> None:
-        self.patience, self.threshold = patience, threshold
+        self.patience, self.threshold = check_count("patience", patience), check_number("threshold", threshold)
         self._best, self._count = Best(), 0
 
     def on_evaluate(self, event: Event) -> None:

@@ -61,8 +61,10 @@ def require_apart(out: Path, base: Base, recipe: TrainingRecipe) -> None:
     """Raise CheckpointError if `out` is the base, the tokenizer or the heads that the run of `recipe` reads: the result
     would replace them, and a resumed run reads them again."""
     settings = recipe.settings()
-    others = [(name, settings.get(name)) for name in ("start_from", "teacher")]
-    for name, folder in (("base", base.config.parent), ("tokenizer", base.tokenizer), *others):
+    # With new tokens for a chat template the files of `base` are changed copies.
+    named = [(name, settings.get(name)) for name in ("base", "tokenizer", "start_from", "teacher")]
+    for name, folder in (*named, ("base", base.config.parent), ("tokenizer", base.tokenizer)):
+        folder = None if folder is None else os.path.expanduser(folder)
         if folder is not None and os.path.isdir(folder) and out.exists() and os.path.samefile(folder, out):
             raise CheckpointError(f"{out}: is the run's {name}, which its result would replace; give another folder")
 

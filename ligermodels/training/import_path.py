@@ -17,6 +17,8 @@ def absolute_import(path: str) -> str:
     """The import path that finds the same object from every folder: FOLDER/MODULE:NAME for a module in the current
     folder; `path` itself for a module that is installed."""
     folder, module, _ = _parts(path)
+    if not module:
+        return path  # `imported` refuses it
     code = Path(folder, *module.split("."))
     if folder or any(file.is_file() for file in (code.with_name(f"{code.name}.py"), code / "__init__.py")):
         return str(Path(folder).expanduser().absolute() / os.path.basename(path))
@@ -58,7 +60,7 @@ def imported(path: str, setting: str) -> Any:
         sys.path.remove(place)
         if place not in sys.path:
             sys.path.append(place)  # the code may import modules beside it when it is called
-    file = module.__file__ or module_name
+    file = getattr(module, "__file__", None) or module_name  # modules within the interpreter have none
     if folder and not Path(file).resolve().is_relative_to(Path(place).resolve()):
         raise ConfigError(f"{setting}: {path}: another module with this name has been imported, {file}; rename one")
     if not hasattr(module, name):

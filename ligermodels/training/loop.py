@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ligermodels.arguments import check_count
 from ligermodels.data.batches import Batch, count_targets
 from ligermodels.errors import InputError
 from ligermodels.generation.context_length import context_length, warn_beyond_context
@@ -90,7 +91,9 @@ def train(
         1000
     """
     callbacks = [*callbacks, *callbacks_of(on_step, hooks, stop)]
-    _check_numbers(steps, accumulation_steps, report_every, max_grad_norm, callbacks)
+    _check_numbers(
+        callbacks, max_grad_norm, steps=steps, accumulation_steps=accumulation_steps, report_every=report_every
+    )
     eager_step = EagerStep(model, optimizer, max_grad_norm, output_metrics, router_bias_update_rate)
     take_step: Callable[..., StepResult] | None = None
     device, ranks = eager_step.device, eager_step.ranks
@@ -150,14 +153,10 @@ def _should_stop(callbacks: Iterable[Callback]) -> bool:
     return any([callback.should_stop() for callback in callbacks])  # a list: every callback is asked
 
 
-def _check_numbers(
-    steps: int, accumulation_steps: int, report_every: int, max_grad_norm: float | None, callbacks: Iterable[Callback]
-) -> None:
-    periods = [callback.every for callback in callbacks if callback.every is not None]
-    if min(steps, accumulation_steps, report_every, *periods) < 1:
-        raise InputError(
-            f"must be at least 1: {steps=}, {accumulation_steps=}, {report_every=} and periods of callbacks"
-        )
+def _check_numbers(callbacks: Iterable[Callback], max_grad_norm: float | None, **counts: int) -> None:
+    periods = [(f"{type(each).__name__}.every", each.every) for each in callbacks if each.every is not None]
+    for name, count in (*counts.items(), *periods):
+        check_count(name, count)
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise InputError(f"max_grad_norm: must be above 0, or None not to clip, got {max_grad_norm}")
 

@@ -53,7 +53,7 @@ def _job(recipe: MedusaRecipe, model: CausalLM, *, resuming: bool) -> Job:
         return frozen_base_job(medusa, recipe.learning_rate, medusa.save_pretrained)
     reference: CausalLM | None = None
     if recipe.distill or recipe.kl_to_reference:
-        reference = frozen_copy(model, "cpu_offload" if recipe.reference == "cpu_offload" else "device")
+        reference = frozen_copy(model, recipe.reference)
 
     def evaluate(batches: Callable[[], Iterable[Batch]]) -> HeadsEvaluation:
         scores = evaluate_heads(medusa, batches())

@@ -56,10 +56,11 @@ class Metrics:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
-        """Write `values` at `step`: numbers, or lists of numbers. NaN is unknown: null in lists, else left out."""
+        """Write `values` at `step`: numbers, or lists of numbers. NaN and infinity are no JSON: they are null in lists,
+        else left out."""
         if self._file is None:
             return
-        known = {name: value for name, value in values.items() if isinstance(value, list) or not math.isnan(value)}
+        known = {name: value for name, value in values.items() if isinstance(value, list) or math.isfinite(value)}
         line = json.dumps({"step": step, **{name: _or_null(value) for name, value in known.items()}})
         with named_in_errors(Path(self._file.name)):
             self._file.write(line + "\n")
@@ -68,7 +69,7 @@ class Metrics:
         for name, value in known.items():
             numbers |= {f"{name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
         for tracker in self._trackers:
-            tracker.log({name: number for name, number in numbers.items() if not math.isnan(number)}, step)
+            tracker.log({name: number for name, number in numbers.items() if math.isfinite(number)}, step)
 
     def write_report(self, report: StepMetrics) -> None:
         """Write each step of a report, then its speed, memory and ratios."""
@@ -92,8 +93,8 @@ class Metrics:
 
 
 def _or_null(value: Value) -> Any:
-    """The value as JSON, which has no NaN."""
-    return [None if math.isnan(number) else number for number in value] if isinstance(value, list) else value
+    """The value as JSON, which has neither NaN nor infinity."""
+    return [number if math.isfinite(number) else None for number in value] if isinstance(value, list) else value
 
 
 def _or_nan(value: Any) -> Value:

@@ -111,7 +111,7 @@ class Muon(FusedAdamW):
 
         Raises:
             InputError: a number is out of range, a name is unknown, a parameter in `matrices` has neither 2 nor 3
-                dimensions, or no parameter requires a gradient.
+                dimensions, none of them is in `params`, or no parameter requires a gradient.
         """
         if check_number("momentum", momentum) >= 1:
             raise InputError(f"momentum: must be below 1, got {momentum}")
@@ -128,6 +128,11 @@ class Muon(FusedAdamW):
             for parameter, rows in matrices.items()
             if id(parameter) in indices
         }
+        if matrices and not self.defaults["matrices"]:
+            raise InputError(
+                "matrices: none of these parameters is in params, so AdamW would update all; call hidden_matrices with "
+                "the model whose parameters are trained, after it has been sharded"
+            )
         self.defaults |= {"momentum": momentum, "nesterov": nesterov}
 
     def step_in_backward(self) -> list[RemovableHandle]:

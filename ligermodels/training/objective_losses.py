@@ -41,12 +41,12 @@ class ItemLosses(NamedTuple):
 
     losses: of each pair or single sequence, (B,).
     rewards: of each sequence, (S,), without a gradient; None: there are none.
-    metrics: further metrics: scalars, or of each item (B,).
+    metrics: further metrics without a gradient: () or of each item (B,).
     """
 
     losses: Tensor
     rewards: Tensor | None = None
-    metrics: Mapping[str, Any] = {}
+    metrics: Mapping[str, Tensor] = {}
 
 
 class PreferenceObjective(NamedTuple):
@@ -170,7 +170,7 @@ def metrics_of(scores: Scores, result: ItemLosses, counted: Tensor, *, averages:
             metrics["kl"] = scores.kl.clamp(min=0), torch.ones_like(scores.kl)
         items = counted[: len(result.losses)]
         for name, value in result.metrics.items():
-            metrics[name] = _mean(torch.as_tensor(value, device=items.device).detach().to(sums.dtype), items)
+            metrics[name] = _mean(value.to(sums.dtype), items)
     return metrics
 
 

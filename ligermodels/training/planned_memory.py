@@ -16,6 +16,7 @@ from ligermodels.training.policy import PolicyModel
 from ligermodels.training.preference import PreferenceModel
 from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.run_plan import RunPlan
+from ligermodels.training.settings import DataForm
 
 
 def planned_memory(plan: RunPlan, job: Job, model: CausalLM, gpus: int) -> StepMemory | str:
@@ -34,7 +35,7 @@ def planned_memory(plan: RunPlan, job: Job, model: CausalLM, gpus: int) -> StepM
     has_own_loss = job.trainable is model
     if not has_own_loss and degrees["tensor"] * degrees["context"] > 1:
         return "with tensor or context parallelism counted for the model's own loss only"
-    traced: Any = model if has_own_loss else _Trainable(job.trainable, model, recipe.data_form.row_sequences)
+    traced: Any = model if has_own_loss else _Trainable(job.trainable, model, recipe.data_form)
     replicate, shard = degrees.pop("replicate"), degrees.pop("shard")
     try:
         step = StepTrace(
@@ -71,28 +72,27 @@ def _reference_bytes(recipe: TrainingRecipe, job: Job) -> int:
 
 
 class _Trainable(nn.Module):
-    """The trainable of a job and its base model, with the attributes of a `CausalLM` that `StepTrace` reads. A row of
-    its batches has this number of `sequences`."""
+    """The trainable of a job on records of this `form`, and its base model, with the attributes of a `CausalLM` that
+    `StepTrace` reads."""
 
-    def __init__(self, trainable: Any, base: CausalLM, sequences: int) -> None:
+    def __init__(self, trainable: Any, base: CausalLM, form: DataForm) -> None:
         super().__init__()
-        self.sequences = sequences
+        self.form, self.sequences = form, form.row_sequences
         self.trainable, self.decoder, self.head = trainable, base.decoder, base.head
         self.config, self.dtype = base.config, base.dtype
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
         if isinstance(self.trainable, PreferenceModel):
-            return self.trainable(**_examples(input_ids, self.sequences))
+            return self.trainable(**_examples(input_ids, self.form))
         if isinstance(self.trainable, PolicyModel):
-            return self.trainable(**_samples(input_ids, self.sequences, self.trainable))
+            return self.trainable(**_samples(input_ids, self.form, self.trainable))
         return self.trainable(input_ids, labels=labels)
 
 
-def _examples(input_ids: Tensor, sequences: int) -> dict[str, Tensor]:
+def _examples(input_ids: Tensor, form: DataForm) -> dict[str, Tensor]:
     """A batch of `ExampleBatches` on the meta device: an item in each row, of sequences of equal lengths that are all
-    trained on. Single sequences come with a mismatched one."""
-
-    items, tokens = input_ids.shape
+    trained on."""
+    (items, tokens), sequences = input_ids.shape, form.row_sequences
     count, length, row = items * sequences, tokens // sequences, input_ids.view(1, -1)
     batch = {
         "input_ids": row,
@@ -101,16 +101,17 @@ def _examples(input_ids: Tensor, sequences: int) -> dict[str, Tensor]:
         "targets": _empty(count, length),
         "ref_log_probs": _empty(count, dtype=torch.float64),
     }
-    if sequences == 1:
+    if form.mismatched:
         batch |= {f"kl_{name}": tensor for name, tensor in batch.items()}
+    if form.name == "unpaired":
         batch["desirable"] = _empty(count, dtype=torch.bool)
     batch["completion_mask"] = _empty(count, length, dtype=torch.bool)
     return batch | {"examples": _empty(items, 2)}
 
 
-def _samples(input_ids: Tensor, sequences: int, policy: PolicyModel) -> dict[str, Tensor]:
+def _samples(input_ids: Tensor, form: DataForm, policy: PolicyModel) -> dict[str, Tensor]:
     """A batch of `Rollouts` on the meta device: the completions of a prompt in each row."""
-    batch = _examples(input_ids, sequences)
+    batch = _examples(input_ids, form)
     count, length = batch["targets"].shape
     packed = {name: batch[name] for name in ("input_ids", "labels", "cu_seqlens", "targets")}
     of_tokens = {name: _empty(count, length, dtype=torch.float64) for name in ("old_log_probs", "ref_log_probs")}

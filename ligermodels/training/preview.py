@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ligermodels.arguments import check_flag
 from ligermodels.convert.ranks import Ranks
 from ligermodels.data.batches import Batch
 from ligermodels.data.encoding import Tokens
@@ -37,7 +38,7 @@ from ligermodels.training.objectives import check_objective
 from ligermodels.training.planned_memory import planned_memory
 from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.rewards import check_reward_fields
-from ligermodels.training.run import JobKind, named_callbacks
+from ligermodels.training.run import JobKind, named_callbacks, on_cpu_by_default
 from ligermodels.training.run_plan import RunPlan, plan_run
 from ligermodels.training.run_state import optimizer_of
 from ligermodels.training.sampling_memory import SamplingMemory, sampling_memory
@@ -85,6 +86,7 @@ class DryRun:
     first_batch: list[list[Span]]
 
 
+@on_cpu_by_default()
 def dry_run(
     recipe: TrainingRecipe,
     out: str | os.PathLike[str] | None = None,
@@ -116,6 +118,8 @@ def dry_run(
         >>> run = dry_run(FineTuningRecipe(base="Qwen/Qwen2.5-0.5B-Instruct", data="chats.jsonl"))
         >>> run.plan.steps, run.epoch.targets, run.memory.total
     """
+    for flag, value in (("resume", resume), ("overwrite", overwrite)):
+        check_flag(flag, value)
     folder, console = Path(out or os.devnull), console or Console()
     device = rank_device_type() if device is None else device
     if out is not None:

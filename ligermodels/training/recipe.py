@@ -188,7 +188,9 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
         500, ge=1, description="Steps between checkpoints; null: no checkpoint is kept."
     )
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints to keep.")
-    report_every: int | None = Field(None, ge=1, description="Steps between reports.  [default: 50 reports in all]")
+    report_every: int | None = Field(
+        None, ge=1, description="Steps between reports.  [default: a fiftieth of all, at most 10]"
+    )
 
     def __init_subclass__(cls, *, init: bool = True, **config: Any) -> None:
         """`init=False` is for type checkers: the constructor that they would derive asks for every setting."""

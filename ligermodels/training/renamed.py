@@ -70,6 +70,10 @@ def renamed_arguments(**names: str) -> Callable[[F], F]:
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
             for old in names.keys() & options.keys():
+                if names[old] in options:
+                    raise TypeError(
+                        f"{function.__name__}: {old!r} is the old name of {names[old]!r}; give one of the two"
+                    )
                 warn(f"{function.__name__}({old}=)", f"{names[old]}=", stacklevel=3)
                 options[names[old]] = options.pop(old)
             return function(*args, **options)

@@ -7,7 +7,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import reduce
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -249,8 +250,11 @@ def _sum(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _sums(pairs: Sequence[Mapping[str, tuple[Tensor, Tensor]]]) -> dict[str, tuple[Tensor, Tensor]]:
-    """The sums of the numerators and of the denominators under each name."""
-    return {name: (_sum(p[name][0] for p in pairs), _sum(p[name][1] for p in pairs)) for name in pairs[0]}
+    """The sums of the numerators and of the denominators under each name, over the pairs that have it."""
+    with_name = {name: [p[name] for p in pairs if name in p] for name in dict.fromkeys(chain.from_iterable(pairs))}
+    return {
+        name: (_sum(each[0] for each in found), _sum(each[1] for each in found)) for name, found in with_name.items()
+    }
 
 
 def listed(value: Value) -> list[float]:
@@ -269,8 +273,10 @@ def _shaped_like(values: Mapping[str, Value], numbers: Iterable[float]) -> dict[
 
 
 def _to_host(tensors: Sequence[Tensor]) -> list[Value]:
-    """Values of scalars and vectors, by one copy from the device, in the dtype of the first tensor."""
-    values = iter(torch.cat([tensor.to(tensors[0].dtype).flatten() for tensor in tensors]).tolist())
+    """Values of scalars and vectors, by one copy from the device."""
+    # At least float32: the norm of gradients may exceed the range of a loss in float16.
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
+    values = iter(torch.cat([tensor.to(dtype).flatten() for tensor in tensors]).tolist())
     return [list(islice(values, tensor.numel())) if tensor.ndim else next(values) for tensor in tensors]
 
 

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ SAMPLES = ("prompts", "completions", "completion_ids")
 """Arguments of every reward function, beside the fields of the records."""
 OF_TRL = ("trainer_state", "log_extra", "log_metric", "environments")
 """Further arguments of reward functions in TRL, which are not given here."""
+
+
+LARGEST = torch.finfo(torch.float32).max
 
 
 class Reward:
@@ -81,10 +84,10 @@ class Reward:
                 f"reward: {self.path} returned {len(rewards)} rewards for {count} completions; return one for each"
             )
         for number, reward in enumerate(rewards, start=1):
-            if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
+            if reward is not None and not (isinstance(reward, Real) and abs(cast(Any, reward)) <= LARGEST):
                 raise InputError(
                     f"reward: {self.path} returned {short(reward)} for completion {number} of {count}; return a finite "
-                    "number, or None where the function does not apply"
+                    "number of float32, or None where the function does not apply"
                 )
         return [math.nan if reward is None else float(reward) for reward in rewards]
 

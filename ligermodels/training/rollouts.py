@@ -151,13 +151,9 @@ class Sampler:
         if not samples:
             return torch.empty(0, len(self._rewards.functions) + 2)
         lengths = [[float(len(sample.completion)), float(not sample.is_ended)] for sample in samples]
-        return torch.cat([self._rated(completions, fields), torch.tensor(lengths)], 1)
-
-    def _rated(self, completions: dict[str, list[Any]], fields: Sequence[Mapping[str, Any]]) -> Tensor:
-        """The rewards of completions with the fields of their prompts: see `Sampled`."""
-        prompts = [each["prompt"] for each in fields]
         ids = [list(each) for each in completions["completion_ids"]]  # the function may change them
-        return self._rewards({"prompts": prompts, **completions, "completion_ids": ids}, fields)
+        given = {"prompts": [each["prompt"] for each in fields], **completions, "completion_ids": ids}
+        return torch.cat([self._rewards(given, fields), torch.tensor(lengths)], 1)
 
     @property
     def _ends(self) -> list[int]:

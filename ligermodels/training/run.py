@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
 
+import torch
 import torch.distributed as dist
 
+from ligermodels.arguments import check_flag
 from ligermodels.convert.input_files import folder_to_write
 from ligermodels.convert.ranks import Ranks
-from ligermodels.errors import CheckpointError, LigerModelsError, TrainingError
+from ligermodels.errors import CheckpointError, InputError, LigerModelsError, TrainingError
 from ligermodels.parallel.ranks import join, rank_device_type
 from ligermodels.training.callback import Callback, callbacks_at, check_callbacks, lm_eval_callback
 from ligermodels.training.checkpoints import Checkpoints
@@ -33,6 +35,15 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+@contextmanager
+def on_cpu_by_default() -> Iterator[None]:
+    """Context manager in which tensors without a device are on the CPU, also if the caller has another default device
+    (`torch.set_default_device`): a run names the device of its model, and makes data and counts on the CPU."""
+    with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+        yield
+
+
+@on_cpu_by_default()
 def run_job(
     job: JobFactory[R],
     recipe: R,
@@ -84,7 +95,8 @@ def run_job(
         ConfigError: the recipe has no base or data, a dtype that cannot be trained in, or a tokenizer that does not fit
             the base; or it differs from the recipe of the checkpoint.
         InputError: the data cannot be read, has more unusable lines than allowed, or is not the data that the run
-            started with; or `callbacks` are no callbacks.
+            started with; `callbacks` are no callbacks, or one ends the run before its first step; or `resume` or
+            `overwrite` is neither True nor False.
         CheckpointError: the base, its tokenizer or chat template, or every checkpoint of the run is unusable; the base
             is not the base that the run started with; or `out` cannot be written, another run uses it, or it holds the
             base, tokenizer or heads that the run reads; or, without `overwrite`, something that is no run to resume.
@@ -94,12 +106,15 @@ def run_job(
     """
     TrainingRecipe.check_kind(recipe)
     check_callbacks(callbacks)
+    for flag, value in (("resume", resume), ("overwrite", overwrite)):
+        check_flag(flag, value)
     named, lm_eval = named_callbacks(recipe)
     callbacks = [*callbacks, *named]
     folder, console = folder_to_write(out), console or Console()
     device = rank_device_type() if device is None else device
     with _only_run_in(folder, device) as ranks:
         ranks.from_first(str(folder), lambda: require_usable(folder, resume=resume, overwrite=overwrite))
+        _check_unstopped(callbacks)
         checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.keep_checkpoints)
         plan = plan_run(recipe, folder, checkpoints, resume=resume, ranks=ranks, console=console)
         with closing(plan.documents), open_trackers(plan, folder, ranks) as trackers:
@@ -153,6 +168,16 @@ def named_callbacks(recipe: TrainingRecipe) -> tuple[list[Callback], Any]:
     return callbacks_at(recipe.callback), lm_eval_callback(recipe.settings())
 
 
+def _check_unstopped(callbacks: Sequence[Callback]) -> None:
+    """Raise InputError for a callback that would end the run before its first step, so that nothing is trained."""
+    for callback in callbacks:
+        if callback.should_stop():
+            raise InputError(
+                f"callbacks: {type(callback).__name__} ends the run before its first step, as after an earlier run; "
+                "give a new object, or set its attribute `stop` to False"
+            )
+
+
 def _train(
     state: RunState, trackers: Sequence[Tracker], user_callbacks: Sequence[Callback], lm_eval: Any
 ) -> tuple[Outcome, bool]:
@@ -190,6 +215,7 @@ def _train(
             is_stopped = stop.should_stop()
             if not is_stopped:
                 callbacks.evaluate_last(step)
+                is_stopped = stop.should_stop()  # a signal abandons the evaluation
         if is_stopped:
             return Outcome(step, plan.steps, stopped=True), arrived.is_ctrl_c
         return _finish(step, callbacks, state), False

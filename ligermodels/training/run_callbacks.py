@@ -67,11 +67,14 @@ class SaveCheckpoint(Callback):
         self.every, self._state, self._targets, self._events = every, state, state.plan.targets, events
         self._saved, self._pending = state.plan.start, 0
 
-    def on_report(self, metrics: StepMetrics) -> None:
-        self._targets = metrics.targets
-
     def on_step(self, event: Event) -> None:
-        if self._pending and self._state.checkpoints.is_written():
+        if self._pending and not self._state.ranks.together and self._state.checkpoints.is_written():
+            self.complete()
+
+    def on_report(self, metrics: StepMetrics) -> None:
+        self._targets, ranks = metrics.targets, self._state.ranks
+        # Several ranks agree, where they wait for one another anyway: `on_save` may call a collective.
+        if self._pending and ranks.together and all(ranks.gather(self._state.checkpoints.is_written())):
             self.complete()
 
     def on_step_end(self, step: int) -> None:

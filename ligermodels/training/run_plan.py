@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -179,33 +180,32 @@ def plan_run(
             "float32"
         )
     documents = documents_of(recipe, base, console.say)
-    content = on_first_rank(lambda: content_of(recipe, base, on_meta=on_meta))
-    _require_same_data(documents, ranks)
-    if checkpoint:
-        weightless = {TEACHER: on_meta, "base": not base.reads_weights}
-        require_same_content(
-            content, checkpoint["content"], weightless={name for name in weightless if weightless[name]}
-        )
-    training, validation = split(recipe, documents)
-    if isinstance(training, Mixture):
-        console.say(mixture_summary(recipe, documents, training))
-    start_tokenising(recipe, documents, console)
-    counts = dict[str, Epoch]()
-    if checkpoint and not length_changes(recipe, checkpoint["recipe"]):
-        steps = checkpoint["steps"]
-    else:
-        try:
+    with ExitStack() as opened:
+        opened.callback(documents.close)  # in case of an error
+        content = on_first_rank(lambda: content_of(recipe, base, on_meta=on_meta))
+        _require_same_data(documents, ranks)
+        if checkpoint:
+            weightless = {TEACHER: on_meta, "base": not base.reads_weights}
+            require_same_content(
+                content, checkpoint["content"], weightless={name for name in weightless if weightless[name]}
+            )
+        training, validation = split(recipe, documents)
+        if isinstance(training, Mixture):
+            console.say(mixture_summary(recipe, documents, training))
+        start_tokenising(recipe, documents, console)
+        counts = dict[str, Epoch]()
+        if checkpoint and not length_changes(recipe, checkpoint["recipe"]):
+            steps = checkpoint["steps"]
+        else:
             steps, counts = count_steps(recipe, documents, training, validation, console)
-        except BaseException:
-            documents.close()
-            raise
-    for message in data_messages(recipe, steps, num_documents(training), len(validation), counts):
-        console.say(message)
-    warmup = warmup_steps(recipe.warmup_steps, steps, checkpoint)
-    if warmup > steps:
-        console.say(f"warmup_steps: {warmup:,} is more than there are steps; all {steps:,} are warm-up")
-    warmup = min(warmup, steps)
-    is_same = check_schedule(recipe, steps, warmup, start, checkpoint)
+        for message in data_messages(recipe, steps, num_documents(training), len(validation), counts):
+            console.say(message)
+        warmup = warmup_steps(recipe.warmup_steps, steps, checkpoint)
+        if warmup > steps:
+            console.say(f"warmup_steps: {warmup:,} is more than there are steps; all {steps:,} are warm-up")
+        warmup = min(warmup, steps)
+        is_same = check_schedule(recipe, steps, warmup, start, checkpoint)
+        opened.pop_all()
     return RunPlan(
         recipe, base, documents, content, training, validation, steps, warmup, start, checkpoint, is_same, out, counts
     )

@@ -14,7 +14,8 @@ from typing import get_args
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ligermodels.errors import InputError
+from ligermodels.arguments import check_count, is_number
+from ligermodels.errors import InputError, short
 from ligermodels.training.optimizer_settings import DecayType, ScheduleName
 from ligermodels.training.renamed import renamed_arguments
 
@@ -56,7 +57,11 @@ def schedule_factor(
 
     Returns:
         The factor, from 0 to 1.
+
+    Raises:
+        InputError: an unknown name, a number out of range, or more warm-up and decay than steps.
     """
+    _check(schedule, steps, warmup_steps, min_lr_ratio, decay_steps, decay_type, num_cycles)
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     after = step + 1 - warmup_steps
@@ -74,6 +79,33 @@ def schedule_factor(
         decay = default_decay_steps(steps, warmup_steps) if decay_steps is None else decay_steps
         curve, done = decay_type, min(max(0, step + 1 - (steps - decay)), decay) / max(1, decay)
     return min_lr_ratio + (1 - min_lr_ratio) * CURVES[curve](done)
+
+
+def _check(
+    schedule: str,
+    steps: int,
+    warmup_steps: int,
+    min_lr_ratio: float,
+    decay_steps: int | None,
+    decay_type: str,
+    num_cycles: int,
+) -> None:
+    """Raise InputError for the arguments that `schedule_factor` refuses."""
+    for name, value, choices in (
+        ("schedule", schedule, get_args(ScheduleName)),
+        ("decay_type", decay_type, get_args(DecayType)),
+    ):
+        if value not in choices:
+            raise InputError(f"{name}: must be one of {', '.join(choices)}, got {value!r}")
+    check_count("steps", steps)
+    check_count("warmup_steps", warmup_steps, least=0, most=steps)
+    check_count("num_cycles", num_cycles)
+    if not (is_number(min_lr_ratio) and 0 <= min_lr_ratio <= 1):
+        raise InputError(f"min_lr_ratio: must be from 0 to 1, got {short(min_lr_ratio)}")
+    if decay_steps is not None and check_count("decay_steps", decay_steps, least=0) > steps - warmup_steps:
+        raise InputError(
+            f"decay_steps: must be from 0 to the steps after the warm-up, {steps - warmup_steps}, got {decay_steps}"
+        )
 
 
 def default_decay_steps(steps: int, warmup_steps: int) -> int:
@@ -115,27 +147,11 @@ def lr_schedule(
         >>> optimizer = adamw(model.parameters(), 2e-5)
         >>> schedule = lr_schedule(optimizer, "wsd", 1000, warmup_steps=40, decay_steps=200)
     """
-    for name, value, choices in (
-        ("schedule", schedule, get_args(ScheduleName)),
-        ("decay_type", decay_type, get_args(DecayType)),
-    ):
-        if value not in choices:
-            raise InputError(f"{name}: must be one of {', '.join(choices)}, got {value!r}")
-    if not (0 <= warmup_steps <= steps and steps > 0 and 0 <= min_lr_ratio <= 1):
-        raise InputError(
-            f"need 0 <= warmup_steps <= steps and 0 <= min_lr_ratio <= 1, got {warmup_steps=}, {steps=}, "
-            f"{min_lr_ratio=}"
-        )
-    if decay_steps is not None and not 0 <= decay_steps <= steps - warmup_steps:
-        raise InputError(
-            f"decay_steps: must be from 0 to the steps after the warm-up, {steps - warmup_steps}, got {decay_steps}"
-        )
-    if num_cycles < 1:
-        raise InputError(f"num_cycles: must be at least 1, got {num_cycles}")
     factor = partial(
         schedule_factor, schedule=schedule, steps=steps, warmup_steps=warmup_steps, min_lr_ratio=min_lr_ratio,
         decay_steps=decay_steps, decay_type=decay_type, num_cycles=num_cycles,
     )  # fmt: skip
+    factor(0)  # checks the arguments before the optimizer is changed
     return LambdaLR(optimizer, factor)
 
 
@@ -153,6 +169,6 @@ def warmup_cosine(optimizer: Optimizer, steps: int, *, warmup_steps: int = 0, mi
         The schedule.
 
     Raises:
-        InputError: unless 0 <= warmup_steps <= steps, steps > 0 and 0 <= min_lr_ratio <= 1.
+        InputError: a number out of range, or more warm-up than steps.
     """
     return lr_schedule(optimizer, "cosine", steps, warmup_steps=warmup_steps, min_lr_ratio=min_lr_ratio)

@@ -8,18 +8,20 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
+from ligermodels.arguments import check_count, check_number
 from ligermodels.convert.input_files import read_json_object
 from ligermodels.data.chat import end_of_turn
 from ligermodels.data.documents import Documents
 from ligermodels.data.prompts import OpenChat, text_prompt
 from ligermodels.data.record_fields import FINISH
 from ligermodels.data.records import Completion, chat_record
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, short
 from ligermodels.generation.generate import as_eos_ids, until_eos
+from ligermodels.generation.text_stream import INCOMPLETE
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.training.folder import named_in_errors, write_atomically
 from ligermodels.training.inputs import BY_CONTENT, Content, changes, require_same_content
@@ -60,13 +62,13 @@ class SelfDistillation:
                 out, and a chat without any answer with it, so that the data lacks long answers.
 
         Raises:
-            InputError: a number is out of range.
+            InputError: a number is out of range, or `truncated` has another value.
         """
-        if temperature < 0 or min(max_new_tokens, prompt_tokens) < 1:
-            raise InputError(
-                "temperature must be at least 0, max_new_tokens and prompt_tokens at least 1, got "
-                f"{temperature}, {max_new_tokens} and {prompt_tokens}"
-            )
+        check_number("temperature", temperature)
+        check_count("max_new_tokens", max_new_tokens)
+        check_count("prompt_tokens", prompt_tokens)
+        if truncated not in get_args(Truncated):
+            raise InputError(f"truncated: must be one of {', '.join(get_args(Truncated))}, got {short(truncated)}")
         self._model, self.documents, self._seed = model, documents, seed
         self._max_new_tokens, self._prompt_tokens, self._truncated = max_new_tokens, prompt_tokens, truncated
         self.num_cut = 0
@@ -108,7 +110,8 @@ class SelfDistillation:
             if texts[index].prompt:
                 records[index] = {"prompt": texts[index].prompt, "completion": words, **finish}
             else:
-                records[index] = {"text": self.documents.tokenizer.decode(prompts[index] + new), **finish}
+                text = self.documents.tokenizer.decode(prompts[index] + new)
+                records[index] = {"text": text.rstrip(INCOMPLETE) if finish else text, **finish}
         while questions := {i: prompt for i, chat in chats.items() if (prompt := chat.prompt(self.documents, i))}:
             for index, new in self._continue(questions, self._turn_ends).items():
                 chat = chats[index]
@@ -134,7 +137,7 @@ class SelfDistillation:
         continuation = self.documents.tokenizer.continuation
         if new[-1] in ends:
             return continuation(prompt, new[:-1]), {}
-        return continuation(prompt, new).rstrip("\N{REPLACEMENT CHARACTER}"), {FINISH: "length"}
+        return continuation(prompt, new).rstrip(INCOMPLETE), {FINISH: "length"}
 
     def _continue(self, prompts: Mapping[int, list[int]], ends: Sequence[int]) -> dict[int, list[int]]:
         """New tokens after each non-empty prompt, up to and including the first of `ends`."""
@@ -183,9 +186,11 @@ def write_self_distillation_data(
         The number of records.
 
     Raises:
-        InputError: no document could be continued, or the earlier call had other settings or data.
+        InputError: no document could be continued, `batch_size` is below 1, or the earlier call had other settings or
+            data.
         CheckpointError: the earlier call had another base or chat template.
     """
+    check_count("batch_size", batch_size)
     out = Path(out)
     settings = {**source.settings, "documents": count, "batch_size": batch_size, **(about or {})}
     state: dict[str, Any] = {

@@ -138,7 +138,7 @@ class EagerStep:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale gradients to a norm of at most `max_norm`; returns their norm before.
+    """Scale gradients to a norm of at most `max_norm`, if it is finite; returns their norm before.
 
     `torch.nn.utils.clip_grad_norm_` accepts only DTensors of one mesh, but under expert parallelism experts have a mesh
     of their own. The norm is computed for each mesh, then the norm of these norms.
@@ -147,12 +147,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     for parameter in parameters:
         if parameter.grad is not None:
             by_mesh.setdefault(_mesh_of(parameter.grad), []).append(parameter)
-    groups: Sequence[list[nn.Parameter]] = list(by_mesh.values())
-    if len(groups) < 2:
-        return gathered(nn.utils.clip_grad_norm_([p for group in groups for p in group], max_norm))
+    groups = list(by_mesh.values())
     norms = [gathered(nn.utils.get_total_norm([p.grad for p in group])) for group in groups]  # type: ignore[misc]
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    for group in groups:
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]))
+    for group in groups if max_norm != math.inf else ():  # a product with 1 reads and writes every gradient
         nn.utils.clip_grads_with_norm_(group, max_norm, norm)
     return norm
 

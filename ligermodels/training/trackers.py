@@ -172,5 +172,6 @@ def _started(name: str, run: TrackedRun) -> Tracker:
 
 
 def _finish(trackers: Sequence[Tracker], kind: type[BaseException] | None, *_: object) -> None:
-    for tracker in trackers:
-        tracker.finish(failed=kind is not None)
+    with ExitStack() as all_of_them:  # also those after one that fails
+        for tracker in reversed(trackers):
+            all_of_them.callback(tracker.finish, failed=kind is not None)

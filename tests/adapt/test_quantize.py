@@ -260,7 +260,7 @@ def test_models_of_transformers() -> None:
         wrap(build(kind="int4"))
     wrapped = build()
     wrap(wrapped)
-    with pytest.raises(InputError, match="computes by the modules of a transformers model"):
+    with pytest.raises(InputError, match="computes by the modules of the transformers model"):
         lm.quantize(wrapped, "int4")
 
 

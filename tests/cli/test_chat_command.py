@@ -136,9 +136,19 @@ def test_what_cannot_chat_is_named(speaker: Path, tmp_path: Path) -> None:
     for flags in (["--top-k", 3], ["--seed", 1, "--heads", "x"], ["--top-p", 0.5, "--heads", "x"]):
         result = chat(folder, *flags, input="Hi\n")
         assert result.exit_code == 2 and "need --sample" in result.stderr
-    long = chat(speaker, input="may " * 600 + "\n")
-    limit = json.loads((speaker / "config.json").read_text()).get("max_position_embeddings")
-    assert long.exit_code == 0 and (limit is None or f"max_position_embeddings is {limit}" in long.stderr)
+
+
+@pytest.mark.parametrize("factor", [None, 8])
+def test_a_chat_beyond_the_context_says_so(factor: int | None, speaker: Path, tmp_path: Path) -> None:
+    """The context is that of the rotary scaling, where it is longer than max_position_embeddings."""
+    folder = shutil.copytree(speaker, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 100}
+    config.pop("rope_parameters", None)
+    if factor is not None:
+        config["rope_scaling"] = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 100}
+    (folder / "config.json").write_text(json.dumps(config))
+    long = chat(folder, input="may " * 200 + "\n")
+    assert long.exit_code == 0 and ("the model's context has 100; /reset" in long.stderr) == (factor is None)
 
 
 def test_an_interrupted_answer_stays_in_the_conversation(

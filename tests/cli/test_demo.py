@@ -116,6 +116,9 @@ def test_the_demo_on_a_gpu_measures_decoding(
 
 def test_the_comparison_of_draft_heads_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     sizes = replace(TINY_GPU, medusa_stages=False, draft_seconds=0.1, batch_sizes=(2,), steps=3)
+    (tmp_path / "out/medusa").mkdir(parents=True)  # of an earlier demo, on another model
+    for name in ("demo.json", "medusa/config.json", "own.txt"):
+        (tmp_path / "out" / name).write_text("{}")
     results = run_demo(tmp_path / "out", sizes)
     found = [(each["batch"], each["decoding"], each["kind"]) for each in results["drafts"]]
     kinds = ("Medusa", "EAGLE-3", "DSpark")
@@ -131,6 +134,7 @@ def test_the_comparison_of_draft_heads_alone(tmp_path: Path, capfd: pytest.Captu
     printed = [line for line in captured.err.splitlines() if line.lstrip().startswith("{")]
     assert [json.loads(line) for line in printed] == results["drafts"]
     assert "tokens per step" in captured.out and not (tmp_path / "out/medusa").exists()
+    assert (tmp_path / "out/own.txt").exists()
     result = CliRunner().invoke(app, ["demo", "--only-drafts", "--out", str(tmp_path / "none")])
     assert result.exit_code == 1 and "draft_seconds" in capfd.readouterr().err + result.output
 

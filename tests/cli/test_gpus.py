@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from functools import partial
@@ -155,6 +156,22 @@ def test_exit_codes_and_signals(
     sender.join()
     assert shown in (error := capsys.readouterr().err) and bool(shown) == bool(error)
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+def test_ranks_import_what_the_command_imports(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules of the current folder take the place of no package."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(launch, "run_ranks", lambda _, command: commands.append(command) or 0)
+    arguments = ["train", "--recipe", recipe_file, "--out", tmp_path / "out", "--gpus", 2, "--device", "cpu"]
+    assert CliRunner().invoke(app, [str(argument) for argument in arguments]).exit_code == 0
+    (command,) = commands
+    start = command.index("train")
+    assert command[start:] == ["train", "--recipe", str(recipe_file), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    (tmp_path / "typer.py").write_text("raise SystemExit('a module of the current folder')")
+    rank = subprocess.run([*command[:start], "--version"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (rank.stdout, rank.stderr) == ("ligermodels 0.1.0\n", "")
 
 
 def test_ranks_find_one_another_and_one_of_them_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ def test_equal_models_agree_at_every_place(checkpoint: Path) -> None:
 def test_dtypes(checkpoint: Path) -> None:
     worst = [max(place.error for place in verify(checkpoint, dtype=dtype, tokens=9).places) for dtype in DTYPES]
     assert worst[0] < 1e-6 and 1e-3 < worst[1] < 5e-2
+    assert verify(checkpoint, dtype="bfloat16", tokens=9).tolerance == 5e-2
 
 
 DTYPES = (torch.float64, torch.bfloat16)
@@ -113,6 +114,8 @@ def test_nan_in_both_models_fails(untied: Path, tmp_path: Path) -> None:
 def test_bad_input(untied: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="at least one token"):
         verify(untied, input_ids=[])
+    with pytest.raises(InputError, match="tokens: must be a whole number of at least 1, got -1"):
+        verify(untied, tokens=-1)
     with pytest.raises(InputError, match="131"):
         verify(untied, input_ids=[5, 131])
     with pytest.raises(CheckpointError, match=r"transformers cannot open .*nothing"):

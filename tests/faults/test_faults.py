@@ -126,7 +126,7 @@ def load_training(folder: Path) -> Any:
     if not (steps := checkpoints.steps()):
         raise CheckpointError(f"{folder}: no checkpoints")
     checkpoints.load(steps[-1], model, adamw(model.parameters(), 1e-2))
-    return int(model.weight[0, 0]), checkpoints.about(steps[-1])["seed"]
+    return int(model.weight[0, 0]), json.loads((checkpoints.path(steps[-1]) / "run.json").read_text())["seed"]
 
 
 Save = Callable[..., None]

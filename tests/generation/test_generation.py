@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -21,8 +22,9 @@ from zoo import CONFIGS
 import ligermodels as lm
 from ligermodels.errors import InputError
 from ligermodels.generation import DecodingState, generate, graph, sample, sample_with_log_probs, stream
+from ligermodels.generation.eval_mode import evaluating
 from ligermodels.generation.generate import until_eos
-from ligermodels.generation.sampling import warp
+from ligermodels.generation.sampling import penalise_repetition, warp
 from ligermodels.layers import KVCache, LayerConfig, TreeTokens
 from ligermodels.speculative.acceptance import Typical
 from ligermodels.speculative.decoding import TreeStep, speculative_generate
@@ -240,6 +242,21 @@ def test_training_flags_come_back(model: Toy, fails: bool) -> None:
     assert [module.training for module in model.modules()] == flags
 
 
+@pytest.mark.parametrize("inner_first", [False, True])
+def test_contexts_of_a_model_and_of_a_model_inside_it_overlap(model: Toy, inner_first: bool) -> None:
+    """As of `evaluate_heads` and of `base.generate` in two threads: eval mode lasts until the last of them ends."""
+    heads = nn.ModuleList([model, nn.Linear(2, 2)]).train()
+    model.qkv[0].eval()
+    flags = [module.training for module in heads.modules()]
+    first, last = (evaluating(each) for each in ((model, heads) if inner_first else (heads, model)))
+    first.__enter__()
+    last.__enter__()
+    first.__exit__(None, None, None)
+    assert not any(module.training for module in model.modules()) and heads[1].training is not inner_first
+    last.__exit__(None, None, None)
+    assert [module.training for module in heads.modules()] == flags
+
+
 BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": []}, "empty"),
     ({"input_ids": [[1], []]}, "prompt 1 is empty"),
@@ -333,6 +350,17 @@ def test_warp_equals_transformers(
     torch.testing.assert_close(warped, expected, rtol=0, atol=0)
     assert logits.equal(given)
     assert warp(logits.bfloat16(), temperature=temperature).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_repetition_penalty_is_that_of_transformers(dtype: torch.dtype) -> None:
+    """In float32: in 16 bits a lowered logit would often equal another one, which then is the first of two."""
+    logits = (3 * torch.randn(64, 41)).to(dtype)
+    text, lengths = torch.randint(0, 41, (64, 9)), torch.arange(64) % 9 + 1
+    penalised = penalise_repetition(logits, text, lengths, penalty=1.13)
+    rule, rows = RepetitionPenaltyLogitsProcessor(1.13), range(len(text))
+    expected = torch.cat([rule(text[row : row + 1, : lengths[row]], logits[row : row + 1].float()) for row in rows])
+    assert torch.equal(penalised, expected) and penalised.dtype == torch.float32
 
 
 def test_sample_draws_from_the_warped_distribution() -> None:

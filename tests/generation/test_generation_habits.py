@@ -368,6 +368,17 @@ def test_a_length_goes_before_the_checkpoints_number_of_tokens(
         assert each.generate([[5, 6]], eos_token_id=None, pad_token_id=0).shape == (1, 5)
 
 
+@pytest.mark.parametrize("name", ["temperature", "repetition_penalty"])
+def test_none_turns_an_option_of_the_checkpoint_off(
+    pair: tuple[Any, lm.CausalLM], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = {"do_sample": True, "temperature": 0.05, "repetition_penalty": 5.0, "pad_token_id": 0, "eos_token_id": 2}
+    monkeypatch.setattr(pair[0], "generation_config", GenerationConfig(**stored))
+    monkeypatch.setattr(pair[1], "export_spec", replace(pair[1].export_spec, generation_config=stored))
+    (theirs, ours), kept = both(pair, **{name: None}), both(pair)[1]
+    assert torch.equal(theirs, ours) and not torch.equal(ours, kept)
+
+
 def test_the_call_goes_before_the_checkpoint(pair: tuple[Any, lm.CausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
     model = pair[1]
     wanted = model.generate(IDS, 6)

@@ -54,17 +54,18 @@ def forks() -> ForkServerContext:
 
 
 class Command:
-    """`subprocess.Popen` of `python -m MODULE ...`, as far as the launcher of ranks uses it: a fork runs the module.
+    """`subprocess.Popen` of `python -m MODULE ...` or `python -c PROGRAM ...`, as far as the launcher of ranks uses it:
+    a fork runs the module or program.
 
     Args:
-        command: the Python, "-m", the module, and its arguments.
+        command: the Python, "-m" and the module or "-c" and the program, and its arguments.
         env: all environment variables of the process.
         out: a file that gets what the process writes, to stdout and to stderr.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], *, out: Path) -> None:
-        assert list(command[:2]) == [sys.executable, "-m"], command
-        self._process: Any = forks().Process(target=_run_module, args=(list(command[2:]), dict(env), os.getcwd(), out))
+        assert command[0] == sys.executable and command[1] in ("-m", "-c"), command
+        self._process: Any = forks().Process(target=_run, args=(list(command[1:]), dict(env), os.getcwd(), out))
         self._process.start()
 
     def poll(self) -> int | None:
@@ -82,12 +83,16 @@ class Command:
             os.kill(self._process.pid, number)
 
 
-def _run_module(command: list[str], env: dict[str, str], folder: str, out: Path) -> None:
+def _run(command: list[str], env: dict[str, str], folder: str, out: Path) -> None:
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
     file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1), os.dup2(file, 2)
-    sys.argv = command
+    kind, code, *arguments = command
+    sys.argv = [code if kind == "-m" else kind, *arguments]
+    if kind == "-c":
+        exec(code, {"__name__": "__main__"})
+        return
     sys.path.insert(0, folder)  # as `python -m` does
-    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    runpy.run_module(code, run_name="__main__", alter_sys=True)

@@ -152,6 +152,22 @@ def test_answers_are_lm_evals(base: Path, data: Path, tasks: Path, tmp_path: Pat
     assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-4)
 
 
+def test_a_task_may_name_the_token_that_ends_its_answers(base: Path) -> None:
+    from lm_eval.api.instance import Instance
+
+    from ligermodels.integrations.lm_eval import NativeHFLM
+
+    model = lm.from_pretrained(base, dtype=torch.float32)
+    harness, text = NativeHFLM(model, str(base)), "one two three"
+    prompt = torch.tensor([harness.tok_encode(text)])
+    first = int(model.generate(prompt, 1, do_sample=False)[0, -1])
+    found = []
+    for own in ({}, {"eos_token_id": first}):
+        options: dict[str, Any] = {"until": [], "max_gen_toks": 4, **own}
+        found += harness.generate_until([Instance("generate_until", {}, (text, options), 0)])
+    assert len(found[1]) < len(found[0])
+
+
 def test_the_result_is_evaluated(base: Path, data: Path, tasks: Path, tmp_path: Path) -> None:
     """Without a period at the end only; after a callback has ended the run too; a resumed run does not repeat it."""
     at_end = recipe(base, data, tasks, lm_eval_every=None, lm_eval="tiny_choice", lm_eval_limit=2)

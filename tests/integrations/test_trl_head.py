@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +12,9 @@ from tiny import theirs
 from torch.testing import assert_close
 
 pytest.importorskip("trl", reason="needs ligermodels[integrations]")
+from accelerate import Accelerator
 from peft import LoraConfig
+from test_nativize_multimodal import make as make_multimodal
 from test_trainers import CASES, QUIET, dpo, grpo, kto, logged, prompts, rloo, sft
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers.modeling_outputs import CausalLMOutput
@@ -241,6 +243,20 @@ def test_a_config_changed_later_has_its_effect(
     assert used["ours"] and not used["theirs"]
     assert_close(found, wanted, rtol=1e-3, atol=1e-4)
     assert_close(ours, parameters, rtol=1e-3, atol=1e-4)
+
+
+def test_the_routers_loss_of_a_multimodal_model(used: dict[str, int]) -> None:
+    """Its settings are those of the language model's config."""
+    model: Any = make_multimodal("qwen3_vl_moe").train()
+    model.config.get_text_config().update({"output_router_logits": True, "router_aux_loss_coef": 0.3})
+    utils.add_fused_lm_head(model)
+    ids = torch.randint(3, 100, (2, 16), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "fused_lm_head": True}
+    wanted = model(**inputs)
+    use_native_head(SimpleNamespace(model=model, accelerator=Accelerator(cpu=True)))
+    found = model(**inputs)
+    assert used["ours"] and wanted.aux_loss > 1
+    assert_close((found.loss, found.aux_loss), (wanted.loss, wanted.aux_loss), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["sft", "gkd"])

@@ -1,6 +1,8 @@
 """What a layer declares, and layers that do not derive from the base class."""
 
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +11,11 @@ from torch import Tensor, nn
 from zoo import CONFIGS
 
 import ligermodels as lm
-from ligermodels.errors import ConfigError
-from ligermodels.layers import BlockOutput, ForwardContext, Layer, LayerConfig
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.layers import BlockOutput, ForwardContext, Layer, LayerConfig, context_parallel
+from ligermodels.layers.context_parallel import check_context_parallel
 from ligermodels.layers.layer import declared
+from ligermodels.layers.tokens import ContextShard
 
 
 class Plain(nn.Linear):
@@ -54,3 +58,25 @@ def test_the_output_of_a_block() -> None:
     model(torch.arange(3, 9)[None])
     assert all(type(each) is BlockOutput and each.keys_values is None for each in found)
     assert found[0].hidden.shape[:2] == (1, 6) and found[0].router.logits.shape[0] == 6
+
+
+@pytest.mark.parametrize("kind", [ConfigError, InputError])
+def test_a_layer_that_cannot_be_divided_over_ranks_is_named(kind: type[Exception], monkeypatch: Any) -> None:
+    decoder = lm.from_config(CONFIGS["llama-3.1"], device="meta").decoder
+
+    def check(ranks: int) -> None:
+        raise kind(f"channels: 3 over {ranks} ranks")
+
+    monkeypatch.setattr(decoder.blocks[1].mixer, "check_context_parallel", check)
+    with pytest.raises(ConfigError, match=r"context: blocks\[1\].mixer: channels: 3 over 2 ranks"):
+        check_context_parallel(decoder, 2)
+
+
+def test_the_page_about_context_parallelism_names_what_there_is() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "custom-architecture.md").read_text()
+    section = page.partition("## Context parallelism")[2].partition("## ")[0]
+    functions = set(re.findall(r"`(\w+)\(", section))
+    methods = set(re.findall(r"context\.shard\.(\w+)", section))
+    assert {"shard_attention", "check_context_parallel"} <= functions and len(methods) >= 2
+    assert all(hasattr(context_parallel, name) or hasattr(Layer, name) for name in functions)
+    assert all(hasattr(ContextShard, name) for name in methods)

@@ -31,6 +31,18 @@ def test_groups_without_a_spread() -> None:
     assert group_advantages(rewards, 2).tolist() == [0.0] * 6
 
 
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_infinite_rewards_are_not_hidden(scale: str) -> None:
+    """They had the advantage 0, or the largest number of float32."""
+    found = group_advantages(torch.tensor([1.0, -math.inf, math.nan, 2.0]), 2, scale)  # type: ignore[arg-type]
+    assert not found[:2].isfinite().any() and found[2:].tolist() == [0.0, 0.0]
+
+
+def test_rewards_in_bfloat16_are_those_of_float32() -> None:
+    rewards = torch.rand(8).bfloat16()
+    assert torch.equal(group_advantages(rewards, 4), group_advantages(rewards.float(), 4))
+
+
 @pytest.mark.parametrize(
     ("rewards", "size", "scale", "message"),
     [

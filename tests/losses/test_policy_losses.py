@@ -134,3 +134,12 @@ def test_on_policy_the_old_log_probs_may_be_left_out() -> None:
         losses.grpo_loss(log_probs, advantages, mask, old, loss_type="grpo").loss for old in (None, log_probs.detach())
     )
     assert_same(found, wanted, log_probs)
+
+
+def test_losses_are_in_the_dtype_of_the_policy() -> None:
+    """Also beside log-probabilities of a reference in float64."""
+    log_probs, other, mask = -torch.rand(4, 3), -torch.rand(4, 3, dtype=torch.float64), torch.ones(4, 3).bool()
+    found = losses.grpo_loss(log_probs, torch.ones(4), mask, other, other, beta=0.1)
+    kto = losses.kto_loss(log_probs, other, mask, mask[:, 0], other.new_ones(()))
+    dpo = losses.dpo_loss(log_probs, other, mask)
+    assert {x.dtype for x in (found.loss, found.kl, *kto, *dpo)} == {torch.float32}  # type: ignore[union-attr]

@@ -42,3 +42,10 @@ def test_backends_on_a_cpu() -> None:
     for name, expected in {"llama-3": "sdpa", "gemma2": "reference", "qwen3_next": "sdpa"}.items():
         config = lm.from_config(zoo.CONFIGS[name], device="meta").config
         assert attention_summary(config, torch.device("cpu"), torch.float32) == expected
+
+
+def test_rows_that_are_longer_than_chunks() -> None:
+    config = lm.from_config(zoo.CONFIGS["llama4_text"] | {"attention_chunk_size": 128}, device="meta").config
+    assert attention_summary(config, torch.device("cpu"), torch.float32, 128) == "sdpa"
+    found = attention_summary(config, torch.device("cpu"), torch.float32)
+    assert found.startswith("unknown for rows of 8192 tokens: chunk (attention_chunk_size)")

@@ -187,6 +187,10 @@ def test_what_is_refused() -> None:
     model.decoder.blocks[0].mlp = torch.nn.Identity()
     with pytest.raises(BackendError, match=r"batch_invariant: blocks\[0\]\.mlp \(Identity\)"):
         model(ids)
+    model = build("gemma4_text-experts")  # a mixture beside a dense layer
+    model.decoder.blocks[1].mlp.experts._expert_mesh = object()
+    with pytest.raises(BackendError, match=r"batch_invariant: expert parallelism of blocks\.1\.mlp\.experts"):
+        model(ids)
     quantized = build("qwen3")
     lm.quantize(quantized, "int4")
     with pytest.raises(BackendError, match=r"batch_invariant: blocks\.0\..*with QuantizedCompute"):

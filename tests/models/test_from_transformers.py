@@ -2,7 +2,9 @@
 
 import copy
 import ctypes
+import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ligermodels as lm
-from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels import ops
+from ligermodels.errors import BackendError, CheckpointError, ConfigError, InputError
 from ligermodels.integrations import wrap
 
 
@@ -108,6 +111,13 @@ def test_wrapping_keeps_generation_settings_and_refuses_what_transformers_does_n
         wrap(composed)
 
 
+def test_adapters_are_named() -> None:
+    hf = make("llama-3")
+    hf.peft_config = {"default": None}  # of a PEFT model, or of transformers' add_adapter
+    with pytest.raises(CheckpointError, match="the model has adapters; merge them first"):
+        lm.from_transformers(hf)
+
+
 def test_what_is_frozen_stays_frozen() -> None:
     hf = make("llama-3")
     hf.model.embed_tokens.requires_grad_(False)
@@ -120,6 +130,38 @@ def test_what_is_frozen_stays_frozen() -> None:
     with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.q_proj\.weight, .*only some require gradients"):
         lm.from_transformers(hf, consume=True)
     assert all(p.numel() for p in hf.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama-3", "mixtral"])
+def test_wrapping_keeps_frozen_parameters_and_the_attention_backend(name: str) -> None:
+    model = lm.from_transformers(make(name), attention="reference")
+    model.decoder.blocks[1].requires_grad_(False)
+    hf = wrap(model)
+    frozen = {name for name, parameter in hf.named_parameters() if not parameter.requires_grad}
+    assert frozen == {name for name, _ in hf.named_parameters() if name.startswith("model.layers.1.")}
+    for config in (hf.native.config, hf.model.native.layer.config, model.decoder.config):
+        assert {block.mixer.backend for block in config.blocks} == {"reference"}
+    assert {layer.self_attn.native.layer.config.backend for layer in hf.model.layers} == {"reference"}
+
+
+def test_wrapping_names_settings_that_transformers_does_not_have() -> None:
+    """The loss of the native model has losses of its routers, or is an error."""
+    fields: dict[str, Any] = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
+    model, ids = lm.from_transformers(make("mixtral", **fields)).train(), batch()["input_ids"]
+    wanted = model(ids, labels=ids).loss
+    model.activation_checkpointing = "full"
+    model.decoder.blocks[0].register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="does not get activation_checkpointing and hooks of the native model"):
+        hf = wrap(model)
+    assert_close(hf(ids, labels=ids).loss, wanted, rtol=1e-4, atol=0)
+    for call in (lambda: model(ids, labels=ids), lambda: model.log_probs(ids, ids)):
+        with pytest.raises(InputError, match="labels: losses of the routers"):
+            call()
+    model.config = dataclasses.replace(model.config, router_aux_loss_coef=0.0)
+    assert model(ids, labels=ids).loss < wanted and model.log_probs(ids, ids).log_probs.shape == ids.shape
+    model.router_z_loss_coef = 0.1
+    with pytest.raises(InputError, match=r"labels: .*model.router_z_loss_coef = 0"):
+        model(ids, labels=ids)
 
 
 def peaks(found: Any) -> None:
@@ -169,6 +211,27 @@ def test_a_model_is_wrapped_once_and_needs_its_transformers_model_native() -> No
         model(ids)
     lm.nativize(hf)
     assert_close(model(ids).logits, wanted)
+
+
+def test_what_changes_native_layers_is_an_error_of_a_wrapped_model() -> None:
+    model, ids = lm.from_transformers(make("llama-3")), batch()["input_ids"]
+    hf = wrap(model)
+    calls: dict[str, Callable[[], Any]] = {
+        "add_lora": lambda: lm.add_lora(model, r=2),
+        "quantize": lambda: lm.quantize(model, "int4"),
+        "float8": lambda: lm.float8(model),
+        "parallelize": lambda: lm.parallelize(model),
+        "Eagle3Model": lambda: lm.Eagle3Model.from_base(model),
+        "DFlashModel": lambda: lm.DFlashModel.from_base(model),
+    }
+    for name, call in calls.items():
+        with pytest.raises(InputError, match=f"^{name}: this model computes by the modules of the transformers model"):
+            call()
+    with ops.set_batch_invariant(True):
+        for call in (lambda: model(ids), lambda: hf(ids), lambda: hf.generate(ids, max_new_tokens=1)):
+            with pytest.raises(BackendError, match="batch_invariant: a model of transformers has no"):
+                call()
+    assert torch.equal(model(ids).logits, hf(ids).logits)
 
 
 def test_medusa_heads_on_a_wrapped_model_decode_as_it_does() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -216,6 +217,16 @@ def test_from_config_and_inputs_embeds() -> None:
     assert model.decoder.embed.weight.std().item() == pytest.approx(0.02, rel=0.1)
     ids = tokens()
     assert torch.equal(model(inputs_embeds=model.decoder.embed(ids)).logits, model(ids).logits)
+
+
+def test_the_config_of_a_caller_and_of_its_model_are_apart() -> None:
+    """Nested fields too: a caller may build several models from one dict that it changes in between."""
+    scaling: dict[str, Any] = {"rope_type": "linear", "factor": 2.0}
+    model = lm.from_config({**CONFIGS["llama-3"], "rope_scaling": scaling}, device="meta")
+    scaling["factor"] = 4.0
+    assert model.hf_config["rope_scaling"]["factor"] == 2.0 and model.checked_export_spec()
+    model.hf_config["rope_scaling"]["factor"] = 8.0
+    assert scaling["factor"] == 4.0
 
 
 def test_attention_backend_is_chosen_by_what_it_can_do() -> None:

@@ -72,6 +72,22 @@ def doubled(hf: Any) -> None:
     hf.model.rotary_emb = Doubled(hf.model.rotary_emb)
 
 
+def other_forward(path: str) -> Change:
+    """Sets a forward on one module, which doubles the results of its class's."""
+
+    def change(hf: Any) -> None:
+        module = hf.get_submodule(path)
+        through = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            found = through(*args, **kwargs)
+            return tuple(2 * each for each in found) if isinstance(found, tuple) else 2 * found
+
+        module.forward = forward
+
+    return change
+
+
 MIXER, MLP = "model.layers.1.self_attn", "model.layers.1.mlp"
 OF_MODULES: dict[str, tuple[str, Change]] = {
     "eps of a layer": ("qwen3", attribute("model.layers.0.input_layernorm", variance_epsilon=0.5)),
@@ -87,6 +103,9 @@ OF_MODULES: dict[str, tuple[str, Change]] = {
     "factor of the rotary embedding": ("qwen3", attribute("model.rotary_emb", attention_scaling=1.5)),
     "factor of one of several": ("granite_swa", attribute("model.rotary_embs.0", attention_scaling=1.5)),
     "a rotary embedding of a user": ("qwen3", doubled),
+    "forward of a rotary embedding": ("qwen3", other_forward("model.rotary_emb")),
+    "forward of an activation": ("qwen3", other_forward(f"{MLP}.act_fn")),
+    "forward of the activation of experts": ("qwen3_moe-normalised", other_forward(f"{MLP}.experts.act_fn")),
     "limit of time steps": ("bamba", attribute("model.layers.0.mamba", time_step_limit=(0.0, 0.01))),
 }
 OF_THE_CONFIG = {

@@ -19,6 +19,8 @@ CASES: dict[str, dict[str, Any]] = {
     "packed": {"bounds": [0, 5, 6, 6, 13]},
     "packed-window": {"bounds": [0, 9, 13], "window": 4},
     "mask": {"masked": True},
+    "negative-scale": {"softmax_scale": -0.3},
+    "scale-of-0-window": {"softmax_scale": 0.0, "window": 3},
     "decode-one": {"queries": 1},
     "decode-some": {"queries": 4},
     "decode-one-window": {"queries": 1, "window": 5},
@@ -294,6 +296,19 @@ def test_every_size_may_be_symbolic_in_torch_compile(options: dict[str, int]) ->
         torch.testing.assert_close(compiled(q, k, k, **options), attention(q, k, k, **options))
 
 
+@pytest.mark.parametrize("softmax_scale", [-0.3, 0.0])
+def test_a_scale_that_is_not_positive(softmax_scale: float) -> None:
+    """Whichever backend "auto" chooses: torch's kernel for causal attention on the CPU returns NaN."""
+    q, k, v = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16), torch.randn(2, 5, 2, 16)
+    out = attention(q, k, v, softmax_scale=softmax_scale)
+    torch.testing.assert_close(out, by_definition(q, k, v, softmax_scale=softmax_scale))
+
+
+def test_no_tokens_of_packed_documents() -> None:
+    q, k, v = torch.randn(1, 0, 4, 16), torch.randn(1, 0, 2, 16), torch.randn(1, 0, 2, 8)
+    assert attention(q, k, v, cu_seqlens=torch.zeros(3, dtype=torch.int32)).shape == (1, 0, 4, 8)
+
+
 def test_a_window_that_hides_no_key_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backends have slower kernels for windows."""
     asked = []
@@ -321,6 +336,8 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         attention(q, k, k, sinks=torch.zeros(2))
     with pytest.raises(InputError, match=r"mask must be torch.bool of shape"):
         attention(q, k, k, mask=torch.ones(4, 4, dtype=torch.bool))
+    with pytest.raises(InputError, match="window: a mask replaces the causal rule"):
+        attention(q, k, k, mask=torch.ones(1, 4, 4, dtype=torch.bool), window=2)
     with pytest.raises(InputError, match="cu_seqlens needs one row"):
         attention(
             q.expand(2, 4, 4, 8),

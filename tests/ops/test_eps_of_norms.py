@@ -22,8 +22,24 @@ NORMS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def _cached(**options: Any) -> Any:
+    cache = torch.zeros(1, 2, 1, 4)
+    return ops.rope_qkv_cached(
+        torch.zeros(1, 1, 12), None, None, num_kv_heads=1, group_size=1, head_dim=4, k_cache=cache, v_cache=cache,
+        slots=torch.zeros(1, dtype=torch.int32), q_norm=torch.ones(4), **options,
+    )  # fmt: skip
+
+
+NORMS["rope_qkv_cached"] = lambda eps: _cached(eps=eps)
+
+
 @pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf"), "1e-6", None])
 @pytest.mark.parametrize("op", NORMS)
 def test_a_wrong_epsilon_is_named(op: str, eps: Any) -> None:
     with pytest.raises(InputError, match=f"^{op}: eps: must be a number of at least 0"):
         NORMS[op](eps)
+
+
+def test_a_wrong_epsilon_of_values_is_named() -> None:
+    with pytest.raises(InputError, match=r"^rope_qkv_cached: value_norm_eps: must be a number of at least 0"):
+        _cached(value_norm_eps=-1e-6)

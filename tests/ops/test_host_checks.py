@@ -119,3 +119,11 @@ def test_bounds_of_documents_rise_from_0_to_the_length(op: str, bounds: list[int
         return
     with pytest.raises(InputError, match=rf"^{op}: cu_seqlens must rise from 0.*; got \["):
         calls[op](cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("setting", [ops.set_host_checks, ops.set_batch_invariant])
+def test_settings_are_true_or_false(setting: Any) -> None:
+    before = setting.value
+    with pytest.raises(InputError, match=rf"{setting.__name__}: enabled: must be True or False, got 'no'"):
+        setting("no")
+    assert setting.value is before

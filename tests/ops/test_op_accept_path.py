@@ -148,6 +148,20 @@ def test_accept_path(where: Where, tree: Tree, judged: bool) -> None:
     assert ended and {0, 1} <= gained and (len(tree) == 1 or len(gained) > 3)
 
 
+def test_a_score_of_minus_infinity(where: Where) -> None:
+    """An accepted node counts, whatever its score."""
+    tree = ops.Paths(*(torch.tensor(x, device=where.device) for x in ([0, 0], [0, 1], [[0, 0], [0, 1]])))
+    zero, hidden = torch.zeros(1, dtype=torch.long, device=where.device), torch.zeros(1, 4, device=where.device)
+    rows = ops.Sequences(zero.new_zeros(1, 9), *(zero.clone() for _ in range(4)), hidden, zero.bool(), zero.clone())
+    tokens, positions, choices = (torch.tensor([x], device=where.device) for x in ([5, 6], [0, 1], [7, 8]))
+    accepted = torch.ones(1, 2, dtype=torch.bool, device=where.device)
+    scores = torch.tensor([[0.0, -torch.inf]], device=where.device)
+    ops.accept_path(
+        rows, tree, tokens, positions, choices, hidden.expand(1, 2, 4), zero[:0], 9, accept_mask=accepted, scores=scores
+    )
+    assert rows.count.tolist() == [2] and rows.root.tolist() == [8]
+
+
 def test_inputs_may_be_what_is_changed(where: Where) -> None:
     """Tokens and positions that are the rows' own; inputs of any strides; no rows at all."""
     tree = TREES["root"]

@@ -13,7 +13,7 @@ from interpreter import NUMPY_SUMS_ROWS_ALIKE
 from torch import Tensor
 
 from ligermodels import ops
-from ligermodels.errors import BackendError
+from ligermodels.errors import BackendError, InputError
 from ligermodels.ops.glu.glu import GLUOptions
 
 SIZES = [(34, 33), (70, 130), (2, 1)]
@@ -57,6 +57,18 @@ def test_linear_for_every_number_of_rows(where: Where, threads: int) -> None:
                             assert torch.equal(found, every[start : start + rows]), (dtype, N, K, rows, start)
     finally:
         torch.set_num_threads(before)
+
+
+def test_operands_that_do_not_fit(where: Where) -> None:
+    """The kernel would read beyond them."""
+    x, weight, bias = randn(where, 3, 16), randn(where, 5, 16), randn(where, 5)
+    for operands, message in (
+        ((x, weight[:, :8], bias), "weight must be"),
+        ((x, weight.double(), bias), "weight must be"),
+        ((x, weight, bias[:1]), "bias must be"),
+    ):
+        with pytest.raises(InputError, match=f"linear: {message}"):
+            ops.linear(*operands)
 
 
 @pytest.mark.parametrize("rows", [(5,), (3, 7), (0,)], ids=str)

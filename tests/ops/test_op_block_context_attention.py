@@ -30,6 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
     "causal in a window": {"window": 5, "causal": True},
     "one slot": {"block": 1, "softmax_scale": 0.5, "slack": 8.0},
     "one block larger than a tile": {"block": 37, "anchors": [[50]], "causal": True},
+    "negative scale": {"softmax_scale": -0.3, "tokens": 20, "anchors": [[0, 9, 20]]},
+    "scale of 0": {"softmax_scale": 0.0, "tokens": 20, "anchors": [[0, 9, 20]]},
     "many blocks": {"block": 1, "tokens": 20, "anchors": [[0] * 250 + [*range(20)]], "slack": 8.0},
     "no context": {"tokens": 0, "anchors": [[0, 0]]},
     "heads of 80": {"dim": 80},

@@ -190,6 +190,10 @@ def test_each_row_its_own_mask(where: Where, window: int | None) -> None:
     assert not alone.any()
 
 
+def test_a_token_that_does_not_see_itself(where: Where) -> None:
+    check_attention(where, 1, 4, 2, 16, 20, [9, 9], tree=torch.zeros(1, 1, dtype=torch.bool))
+
+
 def test_full_beyond_the_cache(where: Where) -> None:
     """cache_seqlens that are too large are a mistake, but nothing past the end is read."""
     q, *caches = make(where, 2, 2, 1, 16, 80, [68])

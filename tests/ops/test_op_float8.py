@@ -310,10 +310,12 @@ def test_refusals() -> None:
     for options, dtype, message in (
         (GLUOptions("tanh"), E4M3, "activation must be one of silu, clamped_silu, gelu, gelu_tanh, got 'tanh'"),
         (GLUOptions("silu", limit=-1.0), E4M3, "limit must be above 0, got -1.0"),
-        (GLUOptions("silu"), torch.bfloat16, "dtype: must be a float8 dtype, got torch.bfloat16"),
+        (GLUOptions("silu"), torch.bfloat16, "dtype must be torch.float8_e4m3fn or .*, got torch.bfloat16"),
     ):
         with pytest.raises(InputError, match=f"float8_gated_activation: {message}"):
             float8_gated_activation(pairs, options, dtype, E5M2)
+    with pytest.raises(InputError, match=r"float8_add_rms_norm: dtype must be torch.float8_e4m3fn"):
+        float8_add_rms_norm(x, None, torch.ones(x.shape[1]), 1e-6, torch.bfloat16)
     with pytest.raises(InputError, match="x must be floating, its last dimension a multiple of 16"):
         float8_cast(torch.randn(4, 24), E4M3)
     with pytest.raises(InputError, match="by_row: columns have one scale"):

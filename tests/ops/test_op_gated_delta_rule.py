@@ -256,3 +256,14 @@ def test_fla_is_the_reference(lengths: list[int]) -> None:
     for name, wanted, ours in zip(("o", "state", *given), *found, strict=True):
         error = (ours.double() - wanted.double()).norm() / wanted.double().norm()
         assert error < 2e-2, f"{name}: {error}"
+
+
+def test_a_state_alone_that_needs_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fla is asked for gradients, which it refuses where they are wrong."""
+    requests: list[fla.DeltaRequest] = []
+    monkeypatch.setattr(fla, "refuses", lambda request: str(requests.append(request)))
+    for need in (True, False):
+        with pytest.raises(BackendError):
+            state = some_state(2).requires_grad_(need)
+            ops.gated_delta_rule(**operands(2, 3), initial_state=state, backend="fla")
+    assert [request.gradient for request in requests] == [True, False]

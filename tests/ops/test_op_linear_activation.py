@@ -78,3 +78,9 @@ def test_gradients_and_errors(where: Where) -> None:
         assert torch.equal(*(torch.autograd.grad(y, x, along)[0] for y in (found, wanted)))
         with pytest.raises(InputError, match="needs pairs of channels, and the layer before it has 7"):
             product(operands(where, kind, (7, 130), (2,), bias=False), ACTIVATIONS[0])
+        for options, message in (
+            (GLUOptions("tanh"), "'tanh'"),
+            (GLUOptions("silu", limit=-1.0), "limit must be above 0"),
+        ):
+            with torch.no_grad(), pytest.raises(InputError, match=message):  # also where one kernel computes both
+                product(given, options)

@@ -326,6 +326,12 @@ def test_target_out_of_range(value: int) -> None:
         linear_cross_entropy(torch.randn(2, 4), torch.randn(30, 4), torch.tensor([3, value]))
 
 
+def test_a_budget_of_another_type() -> None:
+    hidden, weight, y = torch.randn(40, 8), torch.randn(30, 8), torch.arange(40) % 30
+    losses = [linear_cross_entropy(hidden, weight, y, memory_budget=budget) for budget in (1500, 1.5e3)]
+    assert torch.equal(*losses)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -337,6 +343,7 @@ def test_target_out_of_range(value: int) -> None:
         ({"class_weights": torch.ones(4)}, "linear_cross_entropy: class_weights must be floating of shape \\(5\\)"),
         ({"memory_budget": 0}, "memory_budget must be a positive"),
         ({"memory_budget": None}, "memory_budget must be a positive number of bytes, got None"),
+        ({"memory_budget": "1e9"}, "memory_budget must be a positive number of bytes, got 1e9"),
         ({"hidden": torch.ones(2, 4, dtype=torch.int64)}, "hidden must be floating"),
     ],
     ids=str,

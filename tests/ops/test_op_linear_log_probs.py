@@ -492,3 +492,16 @@ def test_bad_input(changed: dict, error: type[Exception], message: str) -> None:
     good = {"hidden": torch.ones(2, 4), "weight": torch.ones(5, 4), "target": torch.zeros(2, dtype=torch.int64)}
     with pytest.raises(error, match=message):
         linear_log_probs(**good | changed)
+
+
+@pytest.mark.parametrize("logit_scale", [0.01, 9.0])
+def test_kept_masses_near_zero_and_near_one(where: Where, logit_scale: float) -> None:
+    """One class of 3000 with nearly equal probabilities, or with nearly all of it: to the last digits of each."""
+    hidden = torch.eye(3, dtype=where.dtype, device=where.device)
+    weight = torch.randint(-2, 2, (3000, 3), device=where.device).to(where.dtype)
+    weight[7] = 3.0
+    y = torch.zeros(3, dtype=torch.long, device=where.device)
+    options: dict[str, Any] = {"top_k": 1, "return_log_kept_mass": True, "logit_scale": logit_scale}
+    found = linear_log_probs(hidden, weight, y, **options).log_kept_mass
+    exact = linear_log_probs_reference(hidden.double(), weight.double(), y, **options).log_kept_mass
+    assert (found / exact - 1).abs().max() <= 2e-6

@@ -290,6 +290,21 @@ def test_bad_input(inputs: tuple[Any, ...], message: str) -> None:
 
 @pytest.mark.parametrize("kind", [None, "int4"])
 @pytest.mark.parametrize("backend", ["auto", "grouped_mm"])
+def test_an_activation_that_is_not_there(kind: Any, backend: str) -> None:
+    """A kernel would compute another."""
+    weights = [torch.randn(shape, dtype=torch.float16) for shape in ((4, 16, 128), (4, 128, 8))]
+    inputs = torch.randn(3, 128, dtype=torch.float16), torch.rand(3, 2), torch.tensor([[0, 3], [2, 1], [1, 0]])
+    options = GLUOptions("tanh")
+    with ops.set_experts_backend(backend), pytest.raises(InputError, match="mix_experts: activation must be one of"):
+        if kind is None:
+            ops.mix_experts(*inputs, *weights, activation=options)
+        else:
+            quantized = [ops.quantize_weight(weight.flatten(0, 1), kind) for weight in weights]
+            ops.quantized_mix_experts(*inputs, *quantized, 4, activation=options)
+
+
+@pytest.mark.parametrize("kind", [None, "int4"])
+@pytest.mark.parametrize("backend", ["auto", "grouped_mm"])
 @pytest.mark.parametrize("expert", [-1, 4])
 def test_an_expert_that_is_not_there(kind: Any, backend: str, expert: int) -> None:
     """It would take the rows of another, or of none."""

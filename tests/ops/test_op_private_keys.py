@@ -16,6 +16,8 @@ CASES: dict[str, dict[str, Any]] = {
     "window": {"steps": 1, "window": 20, "kv_heads": 2},
     "one token": {"steps": 2, "length": 1},
     "scale of 1": {"steps": 2, "softmax_scale": 1.0},
+    "negative scale": {"steps": 1, "length": 9, "softmax_scale": -0.3, "bounds": [0, 4, 9]},
+    "scale of 0": {"steps": 1, "length": 9, "softmax_scale": 0.0, "window": 3},
     "three heads a key head, 24 channels": {"steps": 6, "batch": 2, "length": 9, "kv_heads": 2, "group": 3, "dim": 24},
     "heads of 520 elements": {"steps": 1, "length": 3, "kv_heads": 2, "group": 5, "dim": 104},
 }
@@ -88,6 +90,14 @@ def test_bad_arguments() -> None:
     ):
         with pytest.raises(InputError, match=f"private_key_attention: .*{message}"):
             ops.private_key_attention(*arguments)
+    for options, message in (
+        ({"softmax_scale": float("nan")}, "softmax_scale must be"),
+        ({"window": 0}, "window: must be"),
+        ({"cu_seqlens": bounds.long()}, "cu_seqlens must be"),
+        ({"cu_seqlens": bounds - 1}, "cu_seqlens must rise from 0 to the row's length, 5"),
+    ):
+        with pytest.raises(InputError, match=f"private_key_attention: {message}"):
+            ops.private_key_attention(q, k, k, [k], [k], **options)
     with pytest.raises(InputError, match="one row"):
         two = torch.randn(2, 5, 2, 8)
         ops.private_key_attention(two, two, two, [], [], cu_seqlens=bounds)

@@ -63,6 +63,16 @@ def inputs_of_all_kinds() -> dict[str, dict[str, Tensor]]:
     return found
 
 
+def few_targets() -> dict[str, Tensor]:
+    """Rows in which each rank has a target for less than one token in eight: layers that mix no tokens compute these
+    alone."""
+    ids = torch.randint(3, 131, (2, 40), generator=torch.Generator().manual_seed(7))
+    labels = torch.full_like(ids, IGNORE_INDEX)
+    for row, place in ((0, 5), (0, 15), (1, 36)):
+        labels[row, place] = ids[row, place]
+    return {"input_ids": ids, "labels": labels}
+
+
 def some_inputs(index: int, models: int) -> list[dict[str, Tensor]]:
     """Of the kinds of inputs, those for the model of this index, so that neighbouring `models` have every kind."""
     return list(inputs_of_all_kinds().values())[index % models :: models]
@@ -98,8 +108,18 @@ def shared_keys_values(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         plan = PLAN.model_copy(update={"activation_checkpointing": mode})
         plain, model = build(name), lm.parallelize(build(name), plan)
         assert any(getattr(block.mixer, "kv_from", None) is not None for block in model.config.blocks)
-        for inputs in some_inputs(i, 2):
+        for inputs in (*some_inputs(i, 2), few_targets()):
             check_pass(model, plain, inputs)
+
+
+def whole_chunks(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """Rows of Llama 4's attention chunks, whose ends are padding on a rank; longer ones are refused."""
+    plain, model = (build("llama4_text", attention_chunk_size=30) for _ in range(2))
+    lm.parallelize(model, PLAN)
+    ids = torch.randint(3, 131, (1, 31), generator=torch.Generator().manual_seed(7))
+    check_pass(model, plain, {"input_ids": ids[:, :30], "labels": ids[:, :30]})
+    with pytest.raises(InputError, match=r"chunks of 30 tokens.*got room for 31"):
+        model(ids)
 
 
 def recurrent(rank: int, folder: Path, mesh: DeviceMesh) -> None:
@@ -285,3 +305,7 @@ def test_runs_are_those_of_one_process(base: Path, data: Path, tmp_path: Path) -
 
 def test_shared_keys_and_values(tmp_path: Path) -> None:
     in_ranks(2, shared_keys_values, tmp_path)
+
+
+def test_rows_of_attention_chunks(tmp_path: Path) -> None:
+    in_ranks(2, whole_chunks, tmp_path)

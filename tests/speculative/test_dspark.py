@@ -28,6 +28,7 @@ from ligermodels.speculative.draft_layer import layer_like
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.load import load_multi_head
 from ligermodels.speculative.tree import Tree, chain
+from ligermodels.speculative.verify import verify_heads
 
 ALL = {**CONFIGS, **MIXTURES}
 TARGET: dict[str, Any] = {
@@ -421,7 +422,7 @@ def test_padding_masked_labels_and_normalisers(kind: str) -> None:
         rows = model.num_targets(labels_long)
     assert scored.ranks.shape == (BLOCK, 1, 11) and (scored.ranks >= 0).sum((1, 2)).tolist() == rows.tolist()
     better = (logits[1, 5] > logits[1, 5, long[0, 7]]).sum()
-    assert scored.ranks[1, 0, 1] == better  # the second anchor is token 5
+    assert scored.ranks[1, 0, 5] == better and scored.ranks[1, 0, :4].max() == -1  # the first anchor is token 4
     token_weights = torch.rand(1, 11, dtype=torch.float64)
     weighted = model(long, labels=labels_long, token_weights=token_weights)
     assert not torch.equal(weighted.head_losses, scored.head_losses)
@@ -821,6 +822,8 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="speculators_model_type: 'peagle' heads are not implemented"):
         (tmp_path / "p").mkdir(), (tmp_path / "p" / "config.json").write_text('{"speculators_model_type": "peagle"}')
         load_multi_head(base, tmp_path / "p")
+    with pytest.raises(ConfigError, match="speculators_model_type: 'peagle' heads are not implemented"):
+        verify_heads(tmp_path / "p", TARGET)
     with pytest.warns(ConfigWarning, match="sample_from_anchor is missing"):
         load("speculators", {"sample_from_anchor": ...})
     different = r"different layers, as boundaries: dflash_config.target_layer_ids \[0, 3\], target_layer_ids \[0, 2\]"

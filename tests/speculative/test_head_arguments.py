@@ -2,16 +2,21 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from named_exports import export_named
+from safetensors.torch import load_file, save_file
 from zoo import CONFIGS
 
 import ligermodels as lm
-from ligermodels.errors import ConfigError, InputError
+from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.generation import sample_with_log_probs
+from ligermodels.speculative import block_formats, eagle3_formats
 from ligermodels.speculative.draft_layer import layer_like
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.joint import JointMedusa, frozen_copy
@@ -56,6 +61,14 @@ def test_heads_in_float32_on_a_model_in_bfloat16(kind: str) -> None:
     assert torch.equal(heads.generate(IDS, **options), base.generate(IDS, **options))
     sampled = heads.generate(IDS, do_sample=True, top_k=9, generator=torch.Generator().manual_seed(1), **options)
     assert sampled.shape == (2, 10)
+
+
+@pytest.mark.parametrize("kind", [*HEADS, "dflash, causal"])
+def test_heads_decode_under_autocast(base: lm.CausalLM, kind: str) -> None:
+    heads = HEADS[kind](base) if kind in HEADS else lm.DFlashModel.from_base(base, **SMALL, causal=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for options in ({}, {"do_sample": True}):
+            assert heads.generate(IDS, 6, pad_token_id=0, **options).shape == (2, 10)
 
 
 # -- torch's default device --------------------------------------------------------------------------------------------
@@ -115,6 +128,39 @@ def test_a_repetition_penalty_of_none_is_not_given(base: lm.CausalLM) -> None:
         heads.generate(IDS, 2, repetition_penalty="a")
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "samples": {"num_return_sequences": None}, "max_length": {"max_length": None}, "do_sample": {"do_sample": None},
+    "sampling": {"do_sample": True}, "processors": {"logits_processor": []},
+    "criteria": {"stopping_criteria": []}, "strings": {"stop_strings": []}, "routing": {"return_routing": False},
+    "batches": {"batch_invariant": False}, "graphs": {"cuda_graph": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_without_a_value_are_not_given(base: lm.CausalLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for the model alone: None is the checkpoint's value, and an empty list or False changes nothing."""
+    stored = {"max_length": 7, "temperature": 1e-4, "pad_token_id": 0}
+    monkeypatch.setattr(base, "export_spec", replace(base.require_export_spec(), generation_config=stored))
+    heads, options = lm.MedusaModel.from_base(base, 2), OPTIONS[name]
+    wanted = base.generate(IDS, 3)  # what a temperature of nearly 0 samples too
+    for generate in (base.generate, heads.generate, partial(base.generate, draft=heads)):
+        assert torch.equal(generate(IDS, **options), wanted)
+
+
+@torch.no_grad()
+def test_none_turns_the_checkpoints_temperature_and_penalty_off(
+    base: lm.CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = {"max_length": 30, "do_sample": True, "temperature": 1e-4, "repetition_penalty": 2.0, "pad_token_id": 0}
+    monkeypatch.setattr(base, "export_spec", replace(base.require_export_spec(), generation_config=stored))
+    heads = lm.MedusaModel.from_base(base, 2)
+    given: dict[str, Any] = {"do_sample": True, "temperature": None, "repetition_penalty": None}
+    for generate in (base.generate, heads.generate, partial(base.generate, draft=heads)):
+        samples = {tuple(generate(IDS[:1], **given)[0].tolist()) for _ in range(3)}
+        assert len(samples) == 3
+    assert sample_with_log_probs(base, IDS, 2, temperature=None, repetition_penalty=None)[1].shape == (2, 2)
+
+
 # -- stage 2 -----------------------------------------------------------------------------------------------------------
 
 
@@ -124,12 +170,57 @@ def test_arguments_of_joint_training_have_an_effect() -> None:
         JointMedusa(medusa, medusa.base)
     with pytest.raises(InputError, match=r"^reference: has 50 tokens, and the base model 131$"):
         JointMedusa(medusa, lm.from_config({**LLAMA, "vocab_size": 50}))
+    with pytest.raises(InputError, match=r"^place: must be 'device' or 'cpu_offload', got 'cpu'"):
+        frozen_copy(medusa.base, "cpu")  # type: ignore[arg-type]
     joint = JointMedusa(medusa, frozen_copy(medusa.base))
+    with pytest.raises(InputError, match=r"^labels: the joint loss needs them"):
+        joint(IDS, labels=None)
     for value in (-1, "a", None, float("nan")):
         with pytest.raises(InputError, match=r"^heads_loss_weight: must be a number of at least 0, got "):
             joint(IDS, labels=IDS, heads_loss_weight=value)
     weighted = (joint(IDS, labels=IDS, heads_loss_weight=weight).loss for weight in (0.5, torch.tensor(0.5)))
     assert torch.equal(*weighted)
+
+
+# -- the caller's objects ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+def test_a_head_keeps_its_own_config_of_layers(base: lm.CausalLM, kind: str, tmp_path: Path) -> None:
+    layers = layer_like(base.config, "qwen3") | {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
+    if kind == "eagle":
+        heads: Any = lm.Eagle3Model.from_base(base, layer=layers)
+    else:
+        heads = lm.DFlashModel.from_base(base, 3, layers=layers)
+    layers["rope_parameters"]["rope_theta"], layers["num_attention_heads"] = 7.0, 1
+    heads.save_pretrained(tmp_path)
+    again = type(heads).from_pretrained(base, tmp_path)
+    assert again.config.decoder == heads.config.decoder and torch.equal(again(IDS).logits, heads(IDS).logits)
+
+
+def test_a_base_model_stays_trainable_where_heads_do_not_load(tmp_path: Path) -> None:
+    base = lm.from_config(LLAMA)
+    lm.MedusaModel(base, 2).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"^own_lm_heads: must be True or False, got 'no'"):
+        lm.MedusaModel.from_pretrained(base, tmp_path, own_lm_heads="no")  # type: ignore[arg-type]
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {"blocks.1.layers.0.weight": torch.zeros(3, 3)}, file)
+    with pytest.raises(CheckpointError, match="wrong shape"):
+        lm.MedusaModel.from_pretrained(base, tmp_path)
+    assert all(parameter.requires_grad for parameter in base.parameters())
+
+
+def test_new_heads_are_cast_one_by_one() -> None:
+    """In float32 all of them would take twice the memory of the heads in bfloat16."""
+    made: list[Any] = []
+
+    class Watched(lm.MedusaModel):
+        def _new_head(self, lm_head_state: Any) -> Any:
+            assert {x.dtype for head in made for x in head.parameters()} <= {torch.bfloat16}
+            made.append(super()._new_head(lm_head_state))
+            return made[-1]
+
+    assert Watched(lm.from_config(LLAMA, dtype=torch.bfloat16), 3).num_heads == len(made)
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
@@ -138,6 +229,29 @@ def test_arguments_of_joint_training_have_an_effect() -> None:
 def test_a_layer_that_no_step_reaches_is_an_error(base: lm.CausalLM) -> None:
     with pytest.raises(InputError, match=r"^num_steps: 2 steps do not reach all of 3 layers"):
         lm.MTPModel.from_base(base, 2, num_layers=3)
+
+
+def test_layers_that_name_no_number_are_as_many_as_the_head_has(base: lm.CausalLM) -> None:
+    layers = layer_like(base.config, "qwen3")
+    del layers["num_hidden_layers"]  # 32 of Qwen3 by default
+    deep = lm.from_config({**LLAMA, "num_hidden_layers": 40})
+    heads = lm.DFlashModel.from_base(deep, 3, layers=layers)
+    assert len(heads.head.layers) == len(heads.config.boundaries) == 32
+    with pytest.raises(ConfigError, match="num_hidden_layers"):
+        lm.DFlashModel.from_base(base, 3, layers={**layers, "num_hidden_layers": "2x"})
+
+
+def test_a_mask_of_another_shape_counts_no_targets(base: lm.CausalLM) -> None:
+    for kind in ("dflash", "medusa"):
+        with pytest.raises(InputError, match=r"^attention_mask: must have the inputs' shape \(2, 4\), got \(1, 4\)"):
+            HEADS[kind](base).num_targets(IDS, attention_mask=torch.ones(1, 4))
+
+
+def test_the_dtype_of_a_head_alone_is_its_own(tmp_path: Path) -> None:
+    heads = lm.MTPModel.from_base(lm.from_config(LLAMA, dtype=torch.bfloat16), 2)
+    heads.head.float()
+    heads.save_head(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
 
 
 FLAGS: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -158,8 +272,35 @@ def test_flags_are_true_or_false(base: lm.CausalLM, name: str) -> None:
 FILES: dict[str, tuple[str, dict[str, Any], str]] = {
     "eagle, flag": ("eagle", {"norm_before_residual": "no"}, "norm_before_residual: must be True or False, got 'no'"),
     "eagle, layers": ("eagle", {"eagle_aux_hidden_state_layer_ids": "x"}, "eagle_aux_hidden_state_layer_ids: must be"),
+    "eagle, no layers": (
+        "eagle",
+        {"eagle_aux_hidden_state_layer_ids": []},
+        "eagle_aux_hidden_state_layer_ids: must be a list of whole numbers, at least one, got []",
+    ),
     "dspark, flag": ("dspark", {"enable_confidence_head": "no"}, "enable_confidence_head: must be True or False"),
     "dspark, anchor": ("dspark", {"sample_from_anchor": "no"}, "sample_from_anchor: no is not implemented"),
+    "eagle, serving": ("eagle", {"speculators_config": 5}, "speculators_config: must be an object, got 5"),
+    "eagle, steps": (
+        "eagle",
+        {"speculators_config": {"proposal_methods": [{"speculative_tokens": 5000}]}},
+        "speculative_tokens: must be at most 1,000, got 5000",
+    ),
+    "eagle, decay": ("eagle", {"step_loss_decay": "x"}, "step_loss_decay: must be a number of at least 0, got 'x'"),
+    "dflash, types": (
+        "dflash",
+        {"transformer_layer_config": {"model_type": "qwen3", "layer_types": 5}},
+        "layer_types: must be a list of names, got 5",
+    ),
+    "dflash, layers": (
+        "dflash",
+        {"transformer_layer_config": {"model_type": "qwen3", "num_hidden_layers": "x"}},
+        "config.json: field 'num_hidden_layers' must be a whole number above 0, got 'x'",
+    ),
+    "dspark, windows": (
+        "dspark",
+        {"transformer_layer_config": {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": None}},
+        "max_window_layers: must be a whole",
+    ),
     "dflash, token": ("dflash", {"mask_token_id": 500}, "mask_token_id: must be at most 130, got 500"),
 }
 
@@ -174,6 +315,27 @@ def test_bad_values_in_files_name_the_folder_and_the_field(base: lm.CausalLM, ca
     with pytest.raises(ConfigError) as raised:
         type(heads).from_pretrained(base, tmp_path)
     assert str(raised.value).startswith(f"{tmp_path}: {message}")
+
+
+@pytest.mark.parametrize("formats", [eagle3_formats, block_formats])
+def test_facts_about_a_bad_config_are_an_error_that_names_the_field(formats: Any) -> None:
+    for fields, name in (
+        ({"speculators_config": [1]}, "speculators_config"),
+        ({"speculators_config": {"verifier": "x"}}, "speculators_config.verifier"),
+        ({"transformer_layer_config": 5}, "transformer_layer_config"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{name}: must be an object, got "):
+            formats.facts_of(fields)
+    for methods in (5, [], ["x"], {"x": 1}):
+        assert formats.facts_of({"speculators_config": {"proposal_methods": methods}})["base_model"] is None
+    with pytest.raises(ConfigError, match=r"^dflash_config: must be an object, got \['x'\]"):
+        block_formats.facts_of({"dflash_config": ["x"]})
+
+
+@pytest.mark.parametrize("d2t", [torch.tensor(0), torch.zeros(2, 2).long(), torch.tensor([0.0, 1.5])])
+def test_offsets_of_draft_tokens_are_whole_numbers(d2t: torch.Tensor) -> None:
+    with pytest.raises(CheckpointError, match=r"^d2t: must be whole numbers \(n,\), got torch."):
+        DraftVocabulary.from_tables(d2t, None, 9)
 
 
 @pytest.mark.parametrize(("kind", "profile"), [("eagle", "specforge"), ("dflash", "z-lab"), ("dspark", "deepspec")])

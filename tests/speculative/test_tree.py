@@ -1,8 +1,11 @@
 """Medusa trees: their tensors against the definition, their growth against brute force."""
 
 import itertools
+import json
 import math
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -64,12 +67,20 @@ def test_tensors_follow_from_the_paths(paths: list[tuple[int, ...]]) -> None:
         ([(0,), ()], "one or more ranks"),
         ([(-1,)], "one or more ranks"),
         ([(0.0,)], "one or more ranks"),
+        ([(True,)], "one or more ranks"),
+        ([0, 1], "path 0 must be one or more ranks"),
+        (None, "path None must be one or more ranks"),
         ([(0,), (0, 0), (0, 0, 0)], "needs 3 heads, there are 2"),
     ],
 )
-def test_paths_that_are_no_tree(paths: list[tuple[int, ...]], message: str) -> None:
+def test_paths_that_are_no_tree(paths: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         Tree.from_paths(paths, num_heads=2)
+
+
+def test_ranks_of_numpy_are_whole_numbers() -> None:
+    tree = Tree.from_paths([[numpy.int64(0), numpy.int64(1)], [numpy.int64(0)]])
+    assert tree == Tree.from_paths([(0,), (0, 1)]) and json.dumps(tree.paths) == "[[0], [0, 1]]"
 
 
 @given(tables(), st.integers(1, 20))
@@ -154,10 +165,15 @@ def test_accuracies_that_are_no_table(accuracies: list[list[float]], message: st
 
 
 def test_other_errors() -> None:
-    with pytest.raises(InputError, match="nodes"):
-        grow([[0.5]], nodes=0)
-    with pytest.raises(InputError, match="num_heads"):
-        default_tree(0)
+    for wrong in (0, 2.5, "3", True):
+        with pytest.raises(InputError, match=r"^nodes: must be a whole number of at least 1"):
+            grow([[0.5]], nodes=wrong)  # type: ignore[arg-type]
+    for wrong in (0, 2.5):
+        with pytest.raises(InputError, match=r"^num_heads: must be a whole number of at least 1"):
+            default_tree(wrong)  # type: ignore[arg-type]
+    for wrong in (-1, "3"):
+        with pytest.raises(InputError, match=r"^num_heads: must be a whole number of at least 0"):
+            chain(wrong)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="vocab_size"):
         default_tree(1, vocab_size=0)
     with pytest.raises(InputError, match="uses 2 heads and 1 ranks"):

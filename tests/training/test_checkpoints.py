@@ -56,7 +56,8 @@ def test_a_checkpoint_brings_all_of_the_state_back(kind: str, tmp_path: Path) ->
     for at in (optimizer_of(other), optimizer_of(other)):
         checkpoints.load(6, other, at)
         assert steps(other, at) == after_six
-    assert checkpoints.about(6)["data"] == {"place": 6} and checkpoints.steps() == [6, 10]
+    run = json.loads((checkpoints.path(6) / "run.json").read_text())
+    assert run["data"] == {"place": 6} and checkpoints.steps() == [6, 10]
     with pytest.raises(CheckpointError, match=r"step-6: is of another model"):
         checkpoints.load(6, small(0, width=4), optimizer)
     if kind == "adamw":
@@ -120,7 +121,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     checkpoints.load(1, model, optimizer)
     (tmp_path / "step-1" / "run.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"run\.json: is damaged"):
-        checkpoints.about(1)
+        checkpoints.newest()
     for text, words in (
         ('{"format": 9}', "format 9"),
         ('{"format": 2}', "names no files"),
@@ -129,7 +130,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     ):
         (tmp_path / "step-1" / "manifest.json").write_text(text)
         with pytest.raises(CheckpointError, match=rf"manifest\.json: .*{words}"):
-            checkpoints.about(1)
+            checkpoints.newest()
     (tmp_path / "taken").write_text("")
     blocked = Checkpoints(tmp_path / "taken" / "below")
     blocked.save(1, model, optimizer, {})

@@ -142,6 +142,9 @@ def test_memory_of_objectives(few: FineTuningRecipe, tmp_path: Path, monkeypatch
         assert found[objective].activations == pytest.approx(found["sft"].activations, rel=0.25)
     found["distill"] = dry_run(recipe.changed({"objective": "distill", "teacher": few.base})).memory
     assert found["kto"].total >= found["dpo"].total  # the pass of the mismatched sequences
+    unpaired = recipe.changed({"objective": "kto", "data": pairs, "loss_type": "apo_zero_unpaired"})
+    found["apo"] = dry_run(unpaired).memory  # has no such pass
+    assert found["apo"].total <= found["kto"].total
     weights = found["sft"].weights
     assert {name: each.weights for name, each in found.items()} == dict.fromkeys(found, weights)
     assert {name: each.reference for name, each in found.items() if each.reference} == {"distill": weights}

@@ -157,6 +157,10 @@ def test_bad_arguments() -> None:
     for options, message in (
         ({"momentum": 1.0}, "momentum: must be below 1"),
         ({"adjust_lr_fn": "none"}, "adjust_lr_fn: must be 'match_rms_adamw' or 'original', got 'none'"),
+        (
+            {"matrices": {nn.Parameter(p.clone()): (torch.arange(4),)}},
+            "matrices: none of these parameters is in params",
+        ),
         ({"matrices": {vector: (torch.arange(4),)}}, r"matrices: must have 2 or 3 dimensions, one has shape \(4,\)"),
     ):
         with pytest.raises(InputError, match=message):

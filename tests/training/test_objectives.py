@@ -18,7 +18,7 @@ import ligermodels as lm
 from ligermodels.cli import app
 from ligermodels.errors import CheckpointError, ConfigError, GraphWarning, InputError
 from ligermodels.ops.runtime.dispatch import as_recorded
-from ligermodels.training import Console, FineTuningRecipe, FusedAdamW, cuda_graph, fine_tune, reference
+from ligermodels.training import Console, FineTuningRecipe, FusedAdamW, cuda_graph, dry_run, fine_tune, reference
 from ligermodels.training import step as training_step
 from ligermodels.training.cuda_graph import GraphStep, refusal
 from ligermodels.training.example_padding import ExamplePadding
@@ -160,6 +160,33 @@ def test_a_run_resumes_with_the_reference_of_its_start(
     assert not np.array_equal(np.load(other / REFERENCE)["log_probs"], values, equal_nan=True)
 
 
+@pytest.mark.parametrize("settings", [{"optimizer": "muon8bit"}, {"objective": "dpo", "lora_rank": 2}], ids=str)
+def test_another_default_device(settings: dict[str, Any], base: Path, pairs: Path, data: Path, tmp_path: Path) -> None:
+    """Runs make their data and numbers on the CPU; meta stands for a GPU here."""
+    recipe = recipe_for(base, pairs if "objective" in settings else data, steps=2, max_bad_lines=1, **settings)
+    fine_tune(recipe, tmp_path / "plain", device="cpu")
+    torch.set_default_device("meta")
+    try:
+        dry_run(recipe, device="cpu")
+        fine_tune(recipe, tmp_path / "out", device="cpu")
+        assert torch.zeros(()).is_meta
+    finally:
+        torch.set_default_device(None)
+    assert losses(tmp_path / "out") == losses(tmp_path / "plain") and equal_heads(tmp_path / "out", tmp_path / "plain")
+
+
+def test_the_reference_of_random_weights_is_of_their_seed(base: Path, pairs: Path, tmp_path: Path) -> None:
+    """A run that starts over with another seed does not take the log-probabilities of the first one's weights."""
+    config, values = tmp_path / "config", list[Any]()
+    shutil.copytree(base, config, ignore=shutil.ignore_patterns("*.safetensors*"))
+    for seed in (0, 1):
+        recipe = recipe_for(config, pairs, objective="dpo", steps=1, seed=seed)
+        fine_tune(recipe, tmp_path / "out", overwrite=seed > 0)
+        values.append(np.load(tmp_path / "out" / REFERENCE)["log_probs"])
+    assert metrics(tmp_path / "out", "loss") == pytest.approx([math.log(2)], rel=1e-4)
+    assert not np.array_equal(*values, equal_nan=True)
+
+
 def test_distillation(base: Path, data: Path, teacher: Path, tmp_path: Path) -> None:
     """The loss is the divergence of whole distributions, by torch alone; the student becomes the teacher."""
     settings: dict[str, Any] = {"objective": "distill", "teacher": teacher, "max_bad_lines": 1, "temperature": 2.0}
@@ -228,6 +255,22 @@ def flat(log_probs):
 def number(log_probs):
     return 0.5
 
+def wide(log_probs):
+    return -log_probs.mean(), {"wide": log_probs.sum(1)}
+
+def word(log_probs):
+    return -log_probs.mean(), {"word": "good"}
+
+def taken(log_probs):
+    return -log_probs.mean(), {"loss": 1.0}
+
+calls = 0
+
+def sometimes(log_probs):
+    global calls
+    calls += 1
+    return -log_probs.mean(), {"first": 1.0} if calls == 1 else {"later": torch.tensor(2)}
+
 constant = 3
 """
 
@@ -259,6 +302,13 @@ def test_a_loss_of_a_user(own: str, base: Path, pairs: Path, data: Path, tmp_pat
     assert np.array(metrics(tmp_path / "margin", "validation_own")) * 0.1 == pytest.approx(margins, rel=1e-4)
 
 
+def test_metrics_of_some_micro_batches(own: str, base: Path, pairs: Path, tmp_path: Path) -> None:
+    """They are means over the micro-batches that have them."""
+    recipe = recipe_for(base, pairs, objective="orpo", loss=f"{own}:sometimes", validation_fraction=0, steps=2)
+    fine_tune(recipe, tmp_path / "out")
+    assert metrics(tmp_path / "out", "first") == [1.0] and metrics(tmp_path / "out", "later") == [2.0, 2.0]
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
@@ -266,11 +316,15 @@ def test_a_loss_of_a_user(own: str, base: Path, pairs: Path, data: Path, tmp_pat
         ("no_such_module:f", "there is no module 'no_such_module'"),
         ("{own}_broken:f", "importing .*_broken failed: RuntimeError: no"),
         ("{own}:nothing", "nothing does not exist in"),
+        ("sys:nothing", "sys:nothing: nothing does not exist in sys"),  # a module without a file
         ("{own}:constant", ":constant: is not a function"),
         ("{own}:asks", "has a parameter 'advantages'; it is called by name with log_probs, mask, "),
         ("{own}:detached", "returns a loss without a gradient"),
         ("{own}:flat", r"must return a loss for each item, \(\d+,\), or their mean"),
         ("{own}:number", "must return a tensor"),
+        ("{own}:wide", r"the metric 'wide' must be a number, or one for each item, \((\d+),\); got shape \(\d+,\)"),
+        ("{own}:word", r"the metric 'word' must be a number, .*; got 'good'"),
+        ("{own}:taken", "returns a metric 'loss', a name of the run's own; give it another name"),
     ],
 )
 def test_a_loss_that_cannot_be_used_is_an_error(

@@ -52,6 +52,7 @@ def of_trl(prompts, trainer_state): ...
 def by_place(prompts, /): ...
 def two(prompts): return [1.0, 2.0]
 def nan(prompts): return [float("nan")] * len(prompts)
+def large(prompts): return [1e39] * len(prompts)
 def words(prompts): return ["good"] * len(prompts)
 def number(prompts): return 1.0
 def fails(prompts): return 1 / 0
@@ -462,7 +463,8 @@ def test_functions_that_cannot_be_called_are_named(name: str, message: str, rewa
     ("name", "message"),
     [
         ("two", "returned 2 rewards for 12 completions; return one for each"),
-        ("nan", "returned nan for completion 1 of 12; return a finite number, or None"),
+        ("nan", "returned nan for completion 1 of 12; return a finite number of float32, or None"),
+        ("large", "returned 1e.39 for completion 1 of 12; return a finite number of float32, or None"),
         ("words", "returned 'good' for completion 1 of 12"),
         ("number", "must return a list of numbers, got 1.0"),
         ("fails", "failed: ZeroDivisionError: division by zero"),

@@ -8,7 +8,7 @@ import shutil
 import signal
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,21 @@ from ligermodels.cli import app
 from ligermodels.data import fingerprint
 from ligermodels.errors import CheckpointError, CheckpointWarning, ConfigError, InputError, TrainingError
 from ligermodels.speculative import evaluation
-from ligermodels.training import Console, FineTuningRecipe, MedusaRecipe, heads, loop, read_recipe, train_heads
+from ligermodels.training import (
+    Callback,
+    Console,
+    FineTuningRecipe,
+    MedusaRecipe,
+    heads,
+    loop,
+    read_recipe,
+    train_heads,
+)
 from ligermodels.training import step as taken
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.inputs import same_recipe
 from ligermodels.training.renamed import SETTINGS
+from ligermodels.training.run_plan import RunPlan
 from ligermodels.training.schedule import schedule_factor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -349,6 +359,27 @@ def test_a_run_goes_on_without_the_heads_it_started_from(base: Path, data: Path,
         shutil.rmtree(out / "checkpoints" / "step-4")
         assert train_heads(now, out, resume=True).finished and equal_heads(out, tmp_path / "whole")
         assert losses(out) == losses(tmp_path / "whole") and read_recipe(out / "recipe.yaml") == recipe
+
+
+def test_a_signal_in_the_evaluation_after_a_callback_ended_the_run(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The evaluation is abandoned, and repeated when the run resumes; nothing is exported before."""
+    batches, out = RunPlan.validation_batches, tmp_path / "out"
+
+    def interrupted(plan: RunPlan) -> Iterator[Any]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield from batches(plan)
+
+    class Stops(Callback):
+        def on_step(self, event: Any) -> None:
+            self.stop = event.step == 3
+
+    recipe = recipe_for(base, data, evaluate_every=None, checkpoint_every=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(RunPlan, "validation_batches", interrupted)
+        outcome = train_heads(recipe, out, callbacks=[Stops()])
+    assert outcome.stopped and outcome.step == 3 and not list(out.glob("*.safetensors"))
 
 
 def test_nothing_to_learn_is_found_after_a_stop_too(base: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from ligermodels.data.files import absolute_name, data_files
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.training import FineTuningRecipe, MTPRecipe, fine_tune, train_mtp
-from ligermodels.training.import_path import imported
+from ligermodels.training.import_path import absolute_import, imported
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -152,3 +152,4 @@ def test_code_in_a_named_folder(tmp_path: Path, forget: Callable[[], None]) -> N
         imported(f"{tmp_path}/two/mine:here", "loss")
     with pytest.raises(ConfigError, match=f"there is no module 'other', neither installed nor in {tmp_path}/one"):
         imported(f"{tmp_path}/one/other:here", "loss")
+    assert absolute_import("no_path") == "no_path"  # of which `imported` says what is missing

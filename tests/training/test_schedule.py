@@ -85,14 +85,22 @@ def test_those_of_transformers(warmup: int) -> None:
         ({"schedule": "step"}, "schedule: must be one of cosine, linear, constant, wsd, .*, got 'step'"),
         ({"decay_type": "exp"}, "decay_type: must be one of linear, cosine, 1-sqrt, got 'exp'"),
         ({"decay_steps": 9}, "decay_steps: must be from 0 to the steps after the warm-up, 8, got 9"),
-        ({"num_cycles": 0}, "num_cycles: must be at least 1"),
-        ({"warmup_steps": 11}, "warmup_steps=11"),
+        ({"num_cycles": 0}, "num_cycles: must be a whole number of at least 1, got 0"),
+        ({"num_cycles": 1.5}, "num_cycles: must be a whole number of at least 1, got 1.5"),
+        ({"warmup_steps": 11}, "warmup_steps: must be at most 10, got 11"),
+        ({"warmup_steps": 0.1}, "warmup_steps: must be a whole number of at least 0, got 0.1"),  # ten times the peak
+        ({"steps": 10.5}, "steps: must be a whole number of at least 1, got 10.5"),
+        ({"min_lr_ratio": 1.5}, "min_lr_ratio: must be from 0 to 1, got 1.5"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:
+    options = {"schedule": "wsd", "steps": 10, "warmup_steps": 2, **options}
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     with pytest.raises(InputError, match=message):
-        lr_schedule(optimizer, **{"schedule": "wsd", "steps": 10, "warmup_steps": 2, **options})
+        lr_schedule(optimizer, **options)
+    assert "initial_lr" not in optimizer.param_groups[0]
+    with pytest.raises(InputError, match=message):
+        schedule_factor(0, **options)
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

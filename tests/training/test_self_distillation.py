@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from chat_templates import add_bos
-from runs import command
+from runs import command, with_decoder
 from typer.testing import CliRunner
 
 import ligermodels as lm
@@ -134,6 +135,35 @@ def test_a_prompt_and_given_turns_stay(base: Path, tmp_path: Path) -> None:
     assert completion is not None and chat is not None
     assert completion["prompt"] == "Hi there" and completion["completion"] != "x"
     assert chat["messages"][:3] == [user, given, user] and chat["messages"][3]["content"] != "x"
+
+
+def test_a_text_that_is_cut_within_a_character(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = with_decoder(base, tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text(json.dumps({"text": "the quick"}))
+    model, documents = lm.from_pretrained(folder), Documents.of_checkpoint(folder, [tmp_path / "data.jsonl"])
+    begin, _ = documents.tokenizer.encode("\u00e9")
+    monkeypatch.setattr(model, "generate", lambda prompts, count, **_: torch.tensor([[*ids, begin] for ids in prompts]))
+    (record,) = SelfDistillation(model, documents, prompt_tokens=99).records([0])
+    assert record == {"text": "the quick", "finish_reason": "length"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": float("nan")}, "temperature: must be a number of at least 0, got nan"),
+        ({"max_new_tokens": 0}, "max_new_tokens: must be a whole number of at least 1, got 0"),
+        ({"prompt_tokens": 1.5}, "prompt_tokens: must be a whole number of at least 1, got 1.5"),
+        ({"truncated": "yes"}, "truncated: must be one of keep, drop, got 'yes'"),
+        ({"batch_size": 0}, "batch_size: must be a whole number of at least 1, got 0"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], message: str, base: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text(json.dumps({"text": "the quick"}))
+    documents = Documents.of_checkpoint(base, [tmp_path / "data.jsonl"])
+    kept, batch_size = {k: v for k, v in options.items() if k != "batch_size"}, options.get("batch_size", 1)
+    with pytest.raises(InputError, match=message):
+        source = SelfDistillation(lm.from_pretrained(base), documents, **kept)
+        write_self_distillation_data(source, 1, tmp_path / "own.jsonl", batch_size=batch_size)
 
 
 def test_data_from_the_command_line(base: Path, data: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from runs import losses, recipe_for
 
 from ligermodels import console
+from ligermodels.data.workers import Workers
 from ligermodels.errors import ConfigError
 from ligermodels.training import Console, MedusaRecipe, inputs, train_heads
 
@@ -56,6 +57,23 @@ def test_losses_depend_on_neither_processes_nor_cache(
     assert outcome.stopped and outcome.step < outcome.steps
     train_heads(recipe, tmp_path / "resumed", resume=True)
     assert losses(tmp_path / "resumed") == expected
+
+
+def test_an_error_before_the_first_step_ends_the_processes(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the decay is longer than the run, which is known when the epoch has been counted."""
+    closed, close = list[int](), Workers.close
+
+    def noted(self: Workers) -> None:
+        closed.append(len(self._processes))
+        close(self)
+
+    monkeypatch.setattr(Workers, "close", noted)
+    recipe = recipe_for(base, data, steps=None, epochs=1.0, dataset_num_proc=1, schedule="wsd", decay_steps=10**6)
+    with pytest.raises(ConfigError, match=r"^decay_steps: 1,000,000 is more than the"):
+        train_heads(recipe.changed({"token_cache": False}), tmp_path / "out")
+    assert closed == [1]
 
 
 def test_a_cache_that_cannot_be_written_is_named(

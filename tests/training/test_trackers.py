@@ -3,6 +3,7 @@
 import importlib.machinery
 import inspect
 import json
+import math
 import shutil
 import sys
 import types
@@ -14,7 +15,7 @@ from test_callbacks import Recorder, lines, recipe_of
 from test_run_console import Output
 
 from ligermodels.errors import BackendError, ConfigError
-from ligermodels.training import fine_tune
+from ligermodels.training import fine_tune, trackers
 from ligermodels.training import run as training_run
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.metrics import Metrics, read_curves
@@ -163,6 +164,26 @@ def test_a_tracker_that_cannot_start_leaves_nothing_behind(
 def test_wrong_settings_are_named(base: Path, data: Path, change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         recipe_of(base, data, **change)
+
+
+def test_all_trackers_finish_if_one_fails(
+    base: Path, data: Path, tmp_path: Path, fakes: dict[str, list[FakeRun]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finish(*_: Any, **options: Any) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(trackers.Trackio, "finish", finish)
+    with pytest.raises(OSError, match="no network"):
+        fine_tune(recipe_of(base, data, track=["trackio", "wandb"]), tmp_path / "out")
+    assert fakes["wandb"][0].exit_codes == [0]
+
+
+def test_metrics_are_json(tmp_path: Path) -> None:
+    """JSON has neither NaN nor infinity, the perplexity of a loss above 700."""
+    written = Metrics(tmp_path)
+    written.write(1, {"perplexity": math.inf, "loss": 1.0, "kl": math.nan, "top1": [math.inf, math.nan, 0.5]})
+    written.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 1.0, "top1": [null, null, 0.5]}\n'
 
 
 def test_tensorboard_reads_what_metrics_wrote(tmp_path: Path) -> None:

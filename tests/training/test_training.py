@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from itertools import islice, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from ligermodels.data.packing import PackedBatches
 from ligermodels.errors import InputError, SequenceLengthWarning, TrainingError
 from ligermodels.evaluation import evaluate
 from ligermodels.speculative.evaluation import evaluate_heads
-from ligermodels.training import Callback, FusedAdamW, StepMetrics, adamw, train, warmup_cosine
+from ligermodels.training import Callback, FusedAdamW, StepMetrics, adamw, clip_gradients, train, warmup_cosine
 from ligermodels.training.medusa import head_metrics
 from ligermodels.training.optimizer import optimizer_named
 from ligermodels.training.parameter_groups import parameter_groups
@@ -75,10 +76,12 @@ def test_schedule_rises_to_one_and_falls_to_the_minimum() -> None:
     assert rates[7] == pytest.approx(2.0 * 0.55)  # half-way between 1 and the minimum
     assert rates[11:] == pytest.approx([0.2] * 3)
     assert all(a > b for a, b in pairwise(rates[3:12]))
-    with pytest.raises(InputError, match="warmup_steps=5"):
+    with pytest.raises(InputError, match="warmup_steps: must be at most 4, got 5"):
         warmup_cosine(optimizer, 4, warmup_steps=5)
     with pytest.warns(DeprecationWarning, match="warmup_steps="):
         assert warmup_cosine(optimizer, 4, **{"warmup": 2}).get_last_lr() == [1.0]
+    with pytest.raises(TypeError, match="'warmup' is the old name of 'warmup_steps'; give one of the two"):
+        warmup_cosine(optimizer, 4, warmup_steps=1, **{"warmup": 2})
 
 
 def test_groups_have_their_own_rates_on_one_way() -> None:
@@ -410,6 +413,50 @@ def test_a_norm_to_clip_to_is_above_zero(norm: float) -> None:
     model = small()
     with pytest.raises(InputError, match="max_grad_norm: must be above 0"):
         train(model, [], steps=1, optimizer=adamw(model.parameters(), 1e-3), max_grad_norm=norm)
+
+
+@pytest.mark.parametrize("name", ["steps", "accumulation_steps", "report_every", "Callback.every"])
+def test_numbers_of_steps_are_whole(name: str) -> None:
+    callback = Callback()
+    options: dict[str, Any] = {"steps": 1, "callbacks": [callback]}
+    if name == "Callback.every":
+        callback.every = 0
+    else:
+        options[name] = 1.5
+    with pytest.raises(InputError, match=f"^{name}: must be a whole number of at least 1"):
+        train(small(), [], optimizer=adamw(small().parameters(), 1e-3), **options)
+
+
+def test_gradients_are_not_touched_without_clipping() -> None:
+    """An infinite norm times 1 / norm is NaN, and a product with 1 reads and writes all gradients."""
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    for parameter, gradient in zip(parameters, ([math.inf, 1.0], [2.0, 3.0]), strict=True):
+        parameter.grad = torch.tensor(gradient)
+    versions = [parameter.grad._version for parameter in parameters]  # type: ignore[union-attr]
+    assert clip_gradients(parameters, math.inf) == math.inf
+    assert [parameter.grad._version for parameter in parameters] == versions  # type: ignore[union-attr]
+    assert clip_gradients(parameters[1:], 1.0) == pytest.approx(math.sqrt(13)) and clip_gradients([], 1.0) == 0
+    assert torch.linalg.vector_norm(parameters[1].grad) == pytest.approx(1.0)  # type: ignore[arg-type]
+
+
+def test_a_loss_in_float16_with_a_larger_norm() -> None:
+    """Norms are read in float32 at least: 160,000 is infinite in float16, which was an error."""
+
+    class Half(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4))
+
+        def num_targets(self, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+            return torch.tensor([labels.numel()])
+
+        def forward(self, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> Any:
+            return SimpleNamespace(loss=((self.weight - 1.0) * 8e4).sum().half())
+
+    model, seen = Half(), list[StepMetrics]()
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.0), Batch({"labels": torch.ones(1, 2).long()})
+    train(model, [batch], steps=1, optimizer=optimizer, on_step=seen.append)
+    assert seen[0].grad_norm == pytest.approx(1.6e5)
 
 
 def test_batches_of_embeddings_and_without_labels() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from ligermodels.ops.attention.triton_attention import TRITON
 from ligermodels.ops.attention.varlen import MISSING, VARLEN
 from ligermodels.ops.runtime.checks import Signature, check_rising, check_scores
 from ligermodels.ops.runtime.dispatch import HAS_TRITON
+from ligermodels.ops.runtime.tensors import without_autocast
 
 BACKENDS = {backend.name: backend for backend in (*FLASH, TRITON, VARLEN, SDPA, REFERENCE)}
 
@@ -45,7 +47,7 @@ def attention(
     sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Softmax attention: each query attends to the keys up to its own position.
+    """Softmax attention: each query attends to the keys up to its own position. Autocast has no effect on it.
 
     Args:
         q: (B, T, Hq, D), floating.
@@ -54,7 +56,8 @@ def attention(
         softmax_scale: factor on q·k; D ** -0.5 when None.
         window: number of keys that a query sees, its own included (Mistral's sliding window); None for all.
         softcap: scores become softcap * tanh(scores / softcap) before masking (Gemma 2); None for no bound.
-        mask: bool (B, T, S), True where a query sees a key; replaces the causal rule. Every query must see a key.
+        mask: bool (B, T, S), True where a query sees a key; in place of the causal rule and of `window`. Every query
+            must see a key.
         cu_seqlens: int32 (n + 1,), bounds of n sequences that are packed into one row of keys (B = 1). Queries are
             the last T tokens of that row.
         sinks: floating (Hq,), one more logit in the softmax denominator of each query head, after scale and softcap.
@@ -76,7 +79,7 @@ def attention(
     """
     _TENSORS.check("attention", q, k, v, mask, cu_seqlens, sinks)
     if softmax_scale is not None or window is not None or softcap is not None:
-        check_scores("attention", softmax_scale, window, softcap)
+        _check_options(softmax_scale, window, softcap, mask)
     (batch, length, heads, head_dim), (_, num_keys, kv_heads, value_dim) = q.shape, v.shape
     if not kv_heads or heads % kv_heads:
         raise InputError(f"attention: q has {heads} heads, k {kv_heads}; the heads of k must divide those of q")
@@ -95,7 +98,14 @@ def attention(
         _recorded.append((request, backend))
     if q.is_cuda:
         q, k, v = (_aligned(x, request.compiling) for x in (q, k, v))
-    return choose(request, backend).run(q, k, v, request, mask, cu_seqlens, sinks)
+    with without_autocast(q):  # or some backends would return autocast's dtype
+        return choose(request, backend).run(q, k, v, request, mask, cu_seqlens, sinks)
+
+
+def _check_options(softmax_scale: Any, window: Any, softcap: Any, mask: Tensor | None) -> None:
+    check_scores("attention", softmax_scale, window, softcap)
+    if mask is not None and window is not None:
+        raise InputError("attention: window: a mask replaces the causal rule and the window; leave the window out")
 
 
 def choose(request: AttentionRequest, name: str = "auto") -> Backend:

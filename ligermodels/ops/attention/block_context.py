@@ -23,7 +23,7 @@ from ligermodels.ops.attention.triton_attention import LOG2_E, MAX_BYTES, kernel
 from ligermodels.ops.runtime.checks import Signature, check_rising, check_scores
 from ligermodels.ops.runtime.dispatch import checked_on_host, refuse_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import always, custom_op, is_fake, once_differentiable
-from ligermodels.ops.runtime.tensors import empty_gradient, heads_and_strides
+from ligermodels.ops.runtime.tensors import empty_gradient, heads_and_strides, without_autocast
 
 OP = "block_context_attention"
 _TENSORS = Signature(
@@ -124,14 +124,15 @@ def block_context_attention_reference(
     if window is not None:
         in_context = in_context & (tokens > anchors + slots[:, None] - window)
         in_block = in_block & (slots > slots[:, None] - window)
-    context = torch.einsum("balhgd,bthd->balhgt", grouped, k_context.to(compute))
-    context = context.masked_fill(~in_context[:, :, :, None, None], float("-inf"))
-    block = torch.einsum("balhgd,bashd->balhgs", grouped, k_block.to(compute))
-    block = block.masked_fill(~in_block.expand(len(slots), -1)[:, None, None], float("-inf"))
-    weights = (torch.cat([context, block], dim=-1) * softmax_scale).softmax(-1)
-    of_context, of_block = weights.split([len(tokens), len(slots)], dim=-1)
-    out = torch.einsum("balhgt,bthd->balhgd", of_context, v_context.to(compute))
-    out = out + torch.einsum("balhgs,bashd->balhgd", of_block, v_block.to(compute))
+    with without_autocast(q):
+        context = torch.einsum("balhgd,bthd->balhgt", grouped, k_context.to(compute)) * softmax_scale
+        context = context.masked_fill(~in_context[:, :, :, None, None], float("-inf"))
+        block = torch.einsum("balhgd,bashd->balhgs", grouped, k_block.to(compute)) * softmax_scale
+        block = block.masked_fill(~in_block.expand(len(slots), -1)[:, None, None], float("-inf"))
+        weights = torch.cat([context, block], dim=-1).softmax(-1)
+        of_context, of_block = weights.split([len(tokens), len(slots)], dim=-1)
+        out = torch.einsum("balhgt,bthd->balhgd", of_context, v_context.to(compute))
+        out = out + torch.einsum("balhgs,bashd->balhgd", of_block, v_block.to(compute))
     return out.reshape(q.shape).to(q.dtype)
 
 

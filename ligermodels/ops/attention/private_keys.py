@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
@@ -31,13 +32,13 @@ from ligermodels.ops.attention.triton_attention import (
     triton_attention_backward,
     triton_attention_forward,
 )
-from ligermodels.ops.runtime.checks import Signature, check_tensor
+from ligermodels.ops.runtime.checks import Signature, check_rising, check_scores, check_tensor
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
-from ligermodels.ops.runtime.tensors import heads_and_strides
+from ligermodels.ops.runtime.tensors import heads_and_strides, without_autocast
 
 OP = "private_key_attention"
-_TENSORS = Signature(dtensors="kept", q="B T Hq D", k="B T Hkv D =q", v="B T Hkv D =q")
+_TENSORS = Signature(dtensors="kept", q="B T Hq D", k="B T Hkv D =q", v="B T Hkv D =q", cu_seqlens="bounds int32 ?")
 
 
 def private_key_attention(
@@ -67,7 +68,8 @@ def private_key_attention(
         (B, T, Hq, D), in q's dtype.
 
     Raises:
-        InputError: shapes, dtypes or devices do not fit together.
+        InputError: shapes, dtypes or devices do not fit together, an option of the scores is no number within its
+            bounds, or, on the CPU, `cu_seqlens` do not rise from 0 to T.
 
     Examples:
         >>> q, k, v = torch.randn(2, 5, 8, 64), torch.randn(2, 5, 2, 64), torch.randn(2, 5, 2, 64)
@@ -76,6 +78,7 @@ def private_key_attention(
     """
     refuse_batch_invariant("private_key_attention")
     _check(q, k, v, private_keys, private_values, cu_seqlens)
+    check_scores(OP, softmax_scale, window)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     if use_kernels(q, k, v) and q.shape[3] * q.element_size() <= MAX_BYTES:
         out: Tensor = _Merged.apply(
@@ -110,11 +113,13 @@ def private_key_attention_reference(
         q.device.type, q.dtype, dim, length, length, softmax_scale, window, None, masked=False,
         packed=cu_seqlens is not None,
     )  # fmt: skip
-    causal = torch.einsum("bthgd,bshd->bthgs", grouped, k.to(compute))
-    causal = causal.masked_fill(~visible(request, q.device, cu_seqlens)[:, None, None], float("-inf"))
-    private = [torch.einsum("bthgd,bthd->bthg", grouped, each.to(compute))[..., None] for each in private_keys]
-    weights = (torch.cat([causal, *private], dim=-1) * softmax_scale).softmax(-1)
-    out = torch.einsum("bthgs,bshd->bthgd", weights[..., :length], v.to(compute))
+    hidden = ~visible(request, q.device, cu_seqlens)[:, None, None]
+    with without_autocast(q):
+        causal = torch.einsum("bthgd,bshd->bthgs", grouped, k.to(compute))
+        private = [torch.einsum("bthgd,bthd->bthg", grouped, each.to(compute))[..., None] for each in private_keys]
+        scores = torch.cat([causal, *private], dim=-1) * softmax_scale
+        weights = scores.masked_fill(F.pad(hidden, (0, len(private))), float("-inf")).softmax(-1)
+        out = torch.einsum("bthgs,bshd->bthgd", weights[..., :length], v.to(compute))
     for j, value in enumerate(private_values):
         out = out + weights[..., length + j, None] * value.to(compute)[:, :, :, None]
     return out.reshape(batch, length, heads, v.shape[3]).to(q.dtype)
@@ -195,7 +200,7 @@ def _check(
     q: Tensor, k: Tensor, v: Tensor, private_keys: Sequence[Tensor], private_values: Sequence[Tensor],
     cu_seqlens: Tensor | None,
 ) -> None:  # fmt: skip
-    _TENSORS.check(OP, q, k, v)
+    _TENSORS.check(OP, q, k, v, cu_seqlens)
     batch, _, heads, _ = q.shape
     if not k.shape[2] or heads % k.shape[2]:
         raise InputError(f"{OP}: q has {heads} heads, k {k.shape[2]}; the heads of k must divide those of q")
@@ -206,3 +211,4 @@ def _check(
             check_tensor(OP, f"{name}[{i}]", each, k.shape, q.device, q.dtype)
     if cu_seqlens is not None and batch != 1:
         raise InputError(f"{OP}: cu_seqlens needs one row (B = 1), got B = {batch}")
+    check_rising(OP, cu_seqlens, q.shape[1])

@@ -30,7 +30,10 @@ _CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBacke
 
 
 def _limit(request: AttentionRequest) -> str | None:
-    return "sinks need a softmax_scale other than 0" if request.sinks and request.softmax_scale == 0 else None
+    if request.compiling:  # a number may be a symbol, which has no value yet
+        return None
+    # Torch's kernels scale the scores after they mask them: -inf times such a number is inf or NaN.
+    return None if request.softmax_scale > 0 else "it needs a softmax_scale above 0"
 
 
 def _run(
@@ -80,7 +83,7 @@ def _each_sequence(
 ) -> Tensor:
     """Attends within each packed sequence by itself, on the CPU: bounds are read without a sync there, and separate
     sequences cost less than a T x T mask."""
-    outputs, first_query = [], request.key_length - request.query_length
+    outputs, first_query = [q.new_empty(1, 0, q.shape[2], v.shape[3])], request.key_length - request.query_length
     for start, end in itertools.pairwise(bounds):
         first = max(start, first_query)
         if first < end:

@@ -219,7 +219,9 @@ def _furthest(
     total = torch.zeros_like(scores)
     for level in range(1, routes.shape[2]):  # from the root down, the order in which the kernel adds
         total = total + torch.where(level <= tree.depth, scores.gather(1, routes[:, :, level]), 0)
-    return total.masked_fill(reached < reached.amax(dim=1, keepdim=True), -math.inf).argmax(dim=1)
+    deepest = reached == reached.amax(dim=1, keepdim=True)
+    total = total.masked_fill(~deepest, -math.inf)  # a score may be -inf, too
+    return (deepest & (total == total.amax(dim=1, keepdim=True))).int().argmax(dim=1)
 
 
 @kernel

@@ -36,9 +36,9 @@ def compact_kv_cache(stored: Tensor, slots: Tensor) -> None:
 
 def compact_kv_cache_reference(stored: Tensor, slots: Tensor) -> None:
     """The specification of `compact_kv_cache`, in plain torch."""
-    row = torch.arange(len(slots), device=slots.device)[:, None]
-    target = slots[:, :1] + torch.arange(slots.shape[1], device=slots.device)
-    stored[..., row, target, :] = stored[..., row, slots, :]  # indexing copies first
+    target, size = slots[:, :1] + torch.arange(slots.shape[1], device=slots.device), stored.shape[-2]
+    row, place = ((slots >= 0) & (slots < size) & (target >= 0) & (target < size)).nonzero(as_tuple=True)
+    stored[..., row, target[row, place], :] = stored[..., row, slots[row, place], :]  # indexing copies first
 
 
 @kernel

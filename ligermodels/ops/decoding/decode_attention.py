@@ -22,7 +22,7 @@ from ligermodels.ops.runtime.checks import Signature, check_scores, check_stride
 from ligermodels.ops.runtime.devices import num_sms, pipeline_stages, power_of_2_above
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, set_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake
-from ligermodels.ops.runtime.tensors import contiguous
+from ligermodels.ops.runtime.tensors import contiguous, without_autocast
 
 MAX_KERNEL_HEAD_DIM = 512  # a tile of rows is held in registers; the reference serves wider heads
 MIN_ROWS = 16  # of a tile of tensor cores
@@ -61,7 +61,8 @@ def decode_attention(
     Args:
         q: (B, T, Hq, D), floating, any strides.
         k_cache: (B, S, Hkv, D) of q's dtype with Hkv dividing Hq and S >= T; any strides, but the last dimension
-            contiguous. Slots that no token sees may hold anything, even NaN.
+            contiguous. Slots that no token sees may hold anything, even NaN; with
+            `set_batch_invariant` those before a window only finite numbers.
         v_cache: like k_cache.
         cache_seqlens: int32 or int64 (B,), at most S - T. This is not checked, but no slot past the end is read.
         softmax_scale: factor on q·k; D ** -0.5 when None.
@@ -91,11 +92,22 @@ def decode_attention(
         )
     if use_kernels(q, k_cache) and q.shape[3] <= MAX_KERNEL_HEAD_DIM:
         return _decode_attention(q, k_cache, v_cache, cache_seqlens, tree_mask, softmax_scale, window, softcap, sinks)
+    with without_autocast(q):
+        return _in_torch(q, k_cache, v_cache, cache_seqlens, tree_mask, softmax_scale, window, softcap, sinks)
+
+
+def _in_torch(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, tree_mask: Tensor | None,
+    softmax_scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """`decode_attention` in plain torch. On the CPU, reading the lengths costs nothing, and shows which slots are
+    filled."""
     options: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "sinks": sinks}
     if q.is_cpu and q.shape[0] and not (is_fake(q) or torch.compiler.is_compiling()):
-        lengths = cache_seqlens.tolist()  # costs nothing on the CPU
+        lengths = cache_seqlens.tolist()
         end = max(lengths) + q.shape[1]
-        if q.shape[1] == 1 and min(lengths) == max(lengths):
+        sees_itself = tree_mask is None or bool(tree_mask.all())
+        if q.shape[1] == 1 and min(lengths) == max(lengths) and sees_itself:
             seen = slice(0 if window is None else max(0, end - window), end)
             return _attend_to_all(q, k_cache[:, seen], v_cache[:, seen], **options)
         k_cache, v_cache = k_cache[:, :end], v_cache[:, :end]

@@ -19,6 +19,7 @@ from ligermodels.ops.float8.scaling import (
     aligned,
     bits_of_max,
     check_float8_device,
+    check_float8_dtype,
     scale_and_inverse,
     scale_reference,
     store_float8,
@@ -60,8 +61,7 @@ def float8_cast(
         if not (columns and x.scale.dim()):
             return with_layouts(x, rows, columns)
         x = x.dequantize()
-    if dtype not in MAX_EXPONENT:
-        raise InputError(f"float8_cast: dtype must be torch.float8_e4m3fn or torch.float8_e5m2, got {dtype}")
+    check_float8_dtype("float8_cast", "dtype", dtype)
     check_last("float8_cast", "x", x)
     reject_dtensors("float8_cast", x)
     x = x.detach()

@@ -8,10 +8,9 @@ it reads from the caches. Layers with trained weights need one scale per tensor:
 import torch
 from torch import Tensor
 
-from ligermodels.errors import InputError
 from ligermodels.ops.float8.cast import check_last
 from ligermodels.ops.float8.cast_by_row import check_tail, empty_rows, of_rows, rows_reference, scale_of_rows
-from ligermodels.ops.float8.scaling import ALIGNMENT, MAX_EXPONENT, store_row
+from ligermodels.ops.float8.scaling import ALIGNMENT, MAX_EXPONENT, check_float8_dtype, store_row
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.glu.glu import GLUOptions, check_options, glu_numbers, glu_reference
 from ligermodels.ops.glu.glu_kernels import activation_part, bounded, bounded_gradients, passed
@@ -50,8 +49,7 @@ def float8_gated_activation(
     check_last("float8_gated_activation", "gate_up", gate_up, 2 * ALIGNMENT)
     check_options("float8_gated_activation", options)
     for name, given in (("dtype", dtype), ("gradient_dtype", gradient_dtype)):
-        if given not in MAX_EXPONENT:
-            raise InputError(f"float8_gated_activation: {name}: must be a float8 dtype, got {given}")
+        check_float8_dtype("float8_gated_activation", name, given)
     y: Float8Tensor = _Float8GLU.apply(gate_up, dtype, gradient_dtype, tail, options)
     return y
 

@@ -3,7 +3,7 @@ weight.
 
 Each product reads its large operand once; float8 rows have half the bytes of bfloat16 rows. In a bfloat16 model the
 products are bfloat16, which represents all numbers of both float8 formats; in other models they are float32. Sums are
-float32.
+float32. Custom ops call these functions, so torch's autocast is off.
 """
 
 from typing import Any
@@ -17,7 +17,6 @@ from ligermodels.ops.norm.norm_rows import sum_rows
 from ligermodels.ops.runtime.devices import num_sms, power_of_2_above
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.tensors import without_autocast
 
 LEAST_RANKS, MOST_RANKS = 16, 64
 """Ranks per program: at least the smallest tile of tensor cores, at most the ranks that fit in registers. Sums over
@@ -43,9 +42,7 @@ def project(
     """
     (N, K), R = x.shape, w.shape[1]
     if not use_kernels(w):
-        with without_autocast(x):
-            product = (_numbers(x, scale) @ w.float()).mul_(alpha)
-        out.copy_(product)
+        out.copy_((_numbers(x, scale) @ w.float()).mul_(alpha))
         if amax is not None and unit is not None:
             update_amax(out.float() / unit.unsqueeze(1), amax)
     elif out.numel():
@@ -72,8 +69,7 @@ def correlate(x: Tensor, scale: Tensor | None, d: Tensor, out: Tensor, *, transp
     """
     (N, K), R = x.shape, d.shape[1]
     if not use_kernels(d):
-        with without_autocast(x):
-            product = (_numbers(x, scale).t() @ d.float()).mul_(alpha)
+        product = (_numbers(x, scale).t() @ d.float()).mul_(alpha)
         out.copy_(product.t() if transposed else product)
         return
     if not out.numel() or not N:
@@ -106,8 +102,7 @@ def add_product(y: Tensor, d: Tensor, w: Tensor, alpha: float = 1.0, unless: Ten
     (N, M), R = y.shape, d.shape[1]
     if not use_kernels(d):
         if unless is None or not unless:
-            with without_autocast(y):
-                y.copy_(torch.addmm(y.float(), d.float(), w.float(), alpha=alpha))
+            y.copy_(torch.addmm(y.float(), d.float(), w.float(), alpha=alpha))
     elif y.numel():
         across = -(-M // 128)
         tiles = -(-N // 64) * across

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ligermodels.ops.float8.cast import check_last
 from ligermodels.ops.float8.cast_by_row import check_tail, empty_rows, of_rows, rows_reference, scale_of_rows
-from ligermodels.ops.float8.scaling import MAX_EXPONENT, store_row
+from ligermodels.ops.float8.scaling import MAX_EXPONENT, check_float8_dtype, store_row
 from ligermodels.ops.float8.tensor import Float8Tensor
 from ligermodels.ops.norm.norm_rows import MAX_KERNEL_WIDTH, forward_launch, load_rows, store_rows
 from ligermodels.ops.norm.rms_norm import CastingMode, check_casting_mode, rms_norm_backward, rms_norm_reference
@@ -53,13 +53,15 @@ def float8_add_rms_norm(
         residual).
 
     Raises:
-        InputError: shapes, dtypes or devices do not fit, a wrong tail, a negative `eps`, or a DTensor.
+        InputError: shapes, dtypes or devices do not fit, a wrong tail or dtype, a negative `eps`, or a
+            DTensor.
         BackendError: a GPU without float8.
     """
     check_tail("float8_add_rms_norm", tail)
     TENSORS.check("float8_add_rms_norm", x, residual, weight)
     check_casting_mode("float8_add_rms_norm", casting_mode)
     check_eps("float8_add_rms_norm", eps)
+    check_float8_dtype("float8_add_rms_norm", "dtype", dtype)
     check_last("float8_add_rms_norm", "x", x)
     y, total = _Float8RMSNorm.apply(x, residual, weight, eps, dtype, offset, casting_mode == "llama", tail)
     return y, total

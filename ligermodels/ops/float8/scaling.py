@@ -9,7 +9,7 @@ maximum is NaN, the scale is NaN, and so are all values computed from x.
 import torch
 from torch import Tensor
 
-from ligermodels.errors import BackendError
+from ligermodels.errors import BackendError, InputError
 from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import IN_INTERPRETER, tl, triton, use_kernels
 from ligermodels.ops.runtime.tensors import count_rows
@@ -43,6 +43,12 @@ def check_float8_device(op: str, device: torch.device) -> None:
     """Raise BackendError, naming `op` and the GPU, if float8 cannot run on the device."""
     if (reason := float8_unsupported(device)) is not None:
         raise BackendError(f"{op}: {reason}")
+
+
+def check_float8_dtype(op: str, name: str, dtype: torch.dtype) -> None:
+    """Raise InputError, naming `op` and the argument `name`, unless the dtype is one of the two float8 formats."""
+    if dtype not in MAX_EXPONENT:
+        raise InputError(f"{op}: {name} must be torch.float8_e4m3fn or torch.float8_e5m2, got {dtype}")
 
 
 def use_float8_kernels(x: Tensor, *others: Tensor | None) -> bool:

@@ -25,7 +25,6 @@ from ligermodels.ops.float8.mm import float8_mm
 from ligermodels.ops.float8.scaling import MAX_EXPONENT, scale_exponent, store_row
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
-from ligermodels.ops.runtime.tensors import without_autocast
 
 BLOCK = 128
 """Tails have multiples of this number of columns. With other multiples of 16, cuBLAS takes up to a quarter longer."""
@@ -150,8 +149,7 @@ class _Tails:
         exponent = (torch.frexp(of_b).exponent - torch.frexp(of_d).exponent) // 2
         power = torch.ldexp(torch.ones_like(greatest), -exponent if unit is self.w_scale else exponent)
         largest = torch.finfo(tail.dtype).max
-        with without_autocast(source):
-            values = factor * source.float() / (unit.unsqueeze(1) if unit.dim() else unit) * power
+        values = factor * source.float() / (unit.unsqueeze(1) if unit.dim() else unit) * power
         tail[:, : source.shape[1]] = values.clamp(-largest, largest).to(tail.dtype)
 
 

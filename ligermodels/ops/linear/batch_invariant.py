@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.devices import num_sms, pipeline_stages
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
@@ -24,6 +25,7 @@ _WIDE = "AVX512" in torch.backends.cpu.get_cpu_capability()
 among columns of the right one, if their number is a multiple of its tiles' (4, 6 or 12)."""
 ROWS = 16 if _WIDE else 48
 """Rows of a block on the CPU."""
+_TENSORS = Signature(x="... K", weight="N K =x", bias="N =x ?")
 _ALIGNED = 16  # bytes: where x begins; then every launch loads it alike
 
 
@@ -36,11 +38,12 @@ def batch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
         bias: (N,), or None.
 
     Raises:
+        InputError: shapes, dtypes or devices do not fit.
         BackendError: an operand is a DTensor.
     """
     if any(is_dtensor(t) for t in (x, weight, bias) if t is not None):
         refuse_batch_invariant("a linear layer with DTensors")
-    x, weight, bias = under_autocast(x, weight, bias)
+    x, weight, bias = _TENSORS.check("linear", *under_autocast(x, weight, bias))
     y: Tensor = _BatchInvariantLinear.apply(x.reshape(count_rows(x), x.shape[-1]), weight, bias)
     return y.view(*x.shape[:-1], weight.shape[0])
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.ops.glu.glu import GLUOptions, check_pairs, gated_activation
+from ligermodels.ops.glu.glu import GLUOptions, check_options, check_pairs, gated_activation
 from ligermodels.ops.linear.batch_invariant import batch_invariant_linear
 from ligermodels.ops.quantized.few_rows import few_rows
 from ligermodels.ops.runtime.devices import gpu_of
@@ -48,7 +48,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation:
         (..., N), or (..., N / 2) with an activation.
 
     Raises:
-        InputError: N is odd, and there is an activation. For other errors see `torch.nn.functional.linear`.
+        InputError: N is odd, and there is an activation, or it is unknown, or its limit is not above 0; or, with
+            `set_batch_invariant`, shapes, dtypes or devices do not fit. For other errors see
+            `torch.nn.functional.linear`.
     """
     if not (torch.is_grad_enabled() or torch.compiler.is_compiling()) and _plain(x, weight, bias):
         for backend in BACKENDS:
@@ -70,6 +72,7 @@ def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         (..., N).
 
     Raises:
+        InputError: `set_batch_invariant` is on, and shapes, dtypes or devices do not fit.
         BackendError: `set_batch_invariant` is on, and an operand is a DTensor.
     """
     return batch_invariant_linear(x, weight, bias) if set_batch_invariant.value else F.linear(x, weight, bias)
@@ -130,10 +133,11 @@ def few_rows_linear(
         (..., N), or (..., N / 2) with an activation, dtype of x.
 
     Raises:
-        InputError: N is odd, and there is an activation.
+        InputError: N is odd, and there is an activation; or the activation is unknown, or its limit not above 0.
     """
     if activation is not None:
         check_pairs("linear", len(weight))
+        check_options("linear", activation)
     rows = x.reshape(-1, x.shape[-1])
     y: Tensor = _few_rows_linear(rows, weight, scales, bias, *(activation or NO_ACTIVATION))
     return y.view(*x.shape[:-1], y.shape[-1])

@@ -142,7 +142,8 @@ def _choose(
         missing = 'it needs Triton, CUDA tensors, none of them float64, and no set_backend("reference")'
         refusals["triton"] = delta_chunks.refuses(q) if kernels else missing
     if backend != "triton":
-        gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta))
+        operands = q, k, v, g, beta, initial_state
+        gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
         compiling = torch.compiler.is_compiling()
         packed, continued = cu_seqlens is not None, initial_state is not None
         request = fla.DeltaRequest(

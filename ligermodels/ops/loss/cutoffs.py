@@ -78,7 +78,9 @@ def fill_dropped(
     cutoffs, classes = cutoffs.unsqueeze(1), classes.unsqueeze(1)
     dropped = (logits < cutoffs) | ((logits == cutoffs) & (ids < classes))  # not NaN, which has to show
     rows.dropped_bits.copy_(pack_bits(dropped))
-    rows.log_masses.copy_(torch.log1p(-mass(dropped) / total))
+    of_dropped = mass(dropped) / total
+    # Either way loses the digits of the smaller part.
+    rows.log_masses.copy_(torch.where(of_dropped < 0.5, torch.log1p(-of_dropped), torch.log(mass(~dropped) / total)))
 
 
 def _largest(low: Tensor, high: Tensor, fits: Callable[[Tensor], Tensor]) -> Tensor:

@@ -101,7 +101,7 @@ def linear_cross_entropy(
             head, options, reduction=reduction, class_weights=class_weights, token_scaling=token_scaling,
             return_rank=return_rank, return_z_loss=return_z_loss, return_predicted=return_predicted,
         )  # fmt: skip
-    loss: Tensor = LinearLoss.apply(*head[:5], head.needs, options, memory_budget, reduction != "none")
+    loss: Tensor = LinearLoss.apply(*head[:5], head.needs, options, head.memory_budget, reduction != "none")
     return loss if reduction != "none" else head.restore(loss, 0)
 
 

@@ -17,7 +17,7 @@ from ligermodels.errors import InputError
 from ligermodels.ops.loss.chunks import chunk_rows, chunks_of_logits, empty_gradients, keep_gradients, kept_gradients
 from ligermodels.ops.loss.divergence_rows import bytes_in_place, divergence_in_place
 from ligermodels.ops.loss.divergences import DIVERGENCES, DistillationOptions, DivergenceRows
-from ligermodels.ops.loss.linear_head import check_memory_budget, needed_gradients, select_rows
+from ligermodels.ops.loss.linear_head import checked_memory_budget, needed_gradients, select_rows
 from ligermodels.ops.loss.token_losses import Reduction, check_reduction, loss_weights, with_extras
 from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import use_kernels
@@ -127,7 +127,8 @@ def linear_distillation(
         divergence, 0.5 if beta is None else beta, temperature, softcap, logit_scale, teacher_softcap,
         teacher_logit_scale,
     )  # fmt: skip
-    _check_options(options, beta, reduction, memory_budget)
+    _check_options(options, beta, reduction)
+    memory_budget = checked_memory_budget(OP, memory_budget)
     if mask is None:
         mask = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device)
     weights = loss_weights(mask, 0, reduction, token_weights, hidden.dtype)
@@ -241,7 +242,7 @@ def _check_tensors(
     return shared
 
 
-def _check_options(options: DistillationOptions, beta: float | None, reduction: str, memory_budget: int) -> None:
+def _check_options(options: DistillationOptions, beta: float | None, reduction: str) -> None:
     if options.divergence not in DIVERGENCES:
         raise InputError(f"{OP}: divergence must be one of {', '.join(DIVERGENCES)}; got {options.divergence!r}")
     if beta is not None and options.divergence != "jsd":
@@ -253,7 +254,6 @@ def _check_options(options: DistillationOptions, beta: float | None, reduction: 
         value = getattr(options, name)
         if value is not None and not value > 0:
             raise InputError(f"{OP}: {name} must be positive, got {value}")
-    check_memory_budget(OP, memory_budget)
 
 
 @custom_op()

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 import torch
 from torch import Tensor
 
+from ligermodels.arguments import is_number
 from ligermodels.errors import InputError
 from ligermodels.ops.loss.chunks import (
     bytes_beside,
@@ -162,7 +163,7 @@ def checked_head(
     hidden, weight, bias = under_autocast(hidden, weight, bias)
     _TENSORS.check(op, hidden, weight, bias, target, token_weights)
     options.check(op, reduction)
-    check_memory_budget(op, memory_budget)
+    memory_budget = checked_memory_budget(op, memory_budget)
     num_classes = len(weight) if shard is None else shard.num_classes
     target, loss_weights = checked_loss_weights(
         target, num_classes, options.ignore_index, reduction, token_weights, hidden.dtype, divided
@@ -174,10 +175,13 @@ def checked_head(
     return LinearHead(hidden, weight, bias, target, loss_weights, needs, memory_budget, selection, shard)
 
 
-def check_memory_budget(op: str, memory_budget: int) -> None:
-    """Raises InputError unless the budget is positive."""
-    if memory_budget is None or memory_budget <= 0:
+def checked_memory_budget(op: str, memory_budget: float) -> int:
+    """The budget in whole bytes; InputError, in eager mode, unless it is a positive number."""
+    if torch.compiler.is_compiling():  # with dynamic=True a number is a symbol, which has no value yet
+        return cast(int, memory_budget)
+    if not is_number(memory_budget) or not 0 < memory_budget < math.inf:
         raise InputError(f"{op}: memory_budget must be a positive number of bytes, got {memory_budget}")
+    return int(memory_budget)
 
 
 def needed_gradients(*inputs: Tensor | None) -> tuple[bool, ...]:

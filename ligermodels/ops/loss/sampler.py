@@ -114,8 +114,6 @@ def inverse_temperatures(
     """
     if isinstance(temperature, Tensor):
         check_tensor(op, "temperature", temperature, target.shape, target.device)
-        if not temperature.is_floating_point():
-            raise InputError(f"{op}: temperature must be floating, got {temperature.dtype}")
         if temperature.requires_grad and torch.is_grad_enabled():
             raise InputError(f"{op}: temperature has no gradient; give temperature.detach()")
         valid = target != ignore_index

@@ -113,19 +113,19 @@ def _grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor, kernels: bool, bias
         y = _grouped_mm_without_a_wait(x, weights, offsets)
     else:
         return grouped_mm_reference(x, weights, offsets, biases)
-    return y if biases is None else y.add_(biases[_group_of_rows(x, offsets)])
+    return y if biases is None else y.add_(biases[group_of_rows(x, offsets)])
 
 
 def _grouped_mm_without_a_wait(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     y = x.new_zeros(x.shape[0], weights.shape[1])
-    group = _group_of_rows(x, offsets)
+    group = group_of_rows(x, offsets)
     for index, weight in enumerate(weights.unbind()):
         y = torch.where((group == index)[:, None], dense_linear(x, weight), y)
     return y
 
 
-def _group_of_rows(x: Tensor, offsets: Tensor) -> Tensor:
-    """Long (R,): the group of each row of x."""
+def group_of_rows(x: Tensor, offsets: Tensor) -> Tensor:
+    """Long (R,): the group of each row of x (R, ...), by int32 offsets (E,), the end of each group."""
     return torch.bucketize(torch.arange(x.shape[0], device=x.device), offsets, right=True)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import BackendError, InputError
-from ligermodels.ops.glu.glu import GLUOptions, check_pairs, gated_activation
+from ligermodels.ops.glu.glu import GLUOptions, check_options, check_pairs, gated_activation
 from ligermodels.ops.moe.chosen_rows import ChosenRows, sum_rows, take_rows
 from ligermodels.ops.moe.experts import grouped_mm, sort_by_expert
 from ligermodels.ops.moe.few_tokens import few_tokens
@@ -115,7 +115,7 @@ def _few_tokens_refuses(
         return "the activation is a function; it takes silu, gelu and gelu_tanh of pairs of channels"
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weights, *others)):
         return "it has no gradients"
-    if any(t is not None and t.dtype != x.dtype for t in others) or autocast_dtype(x) not in (None, x.dtype):
+    if any(t is not None and t.dtype != x.dtype for t in others) or autocast_dtype(x) != x.dtype:
         return "the experts' weights are not of the tokens' dtype"
     if not (gate_up.is_contiguous() and down.is_contiguous()):
         return "the experts' weights are not contiguous"  # it would copy all of them
@@ -228,8 +228,9 @@ def _rows_by_expert(
 
 
 def _check_pairs(op: str, activation: Activation, gate_up: Tensor, down: Tensor) -> None:
-    """InputError unless a gated activation gets pairs of channels, and down their results."""
+    """InputError unless a gated activation is known, gets pairs of channels, and down their results."""
     if isinstance(activation, GLUOptions):
+        check_options(op, activation)
         check_pairs(op, gate_up.shape[1])
         if gate_up.shape[1] != 2 * down.shape[2]:
             raise InputError(

@@ -16,7 +16,7 @@ from ligermodels.ops.runtime.checks import Signature, check_eps
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
-from ligermodels.ops.runtime.tensors import as_rows, contiguous, count_rows, empty_gradient, empty_like
+from ligermodels.ops.runtime.tensors import contiguous, count_rows, empty_gradient, empty_like, rows_and_stride
 
 TENSORS = Signature(x="... heads N+", z="... heads N =x", weight="N")
 TENSORS_OF_HEADS = Signature(x="... heads N+", z="... heads N =x", weight="heads N")
@@ -178,11 +178,6 @@ def _backward_kernel(
         tl.store(partial + tl.program_id(0) * N + col, total, mask=col < N)
 
 
-def _rows(x: Tensor) -> tuple[Tensor, int]:
-    rows = as_rows(x)
-    return rows, rows.stride(0)
-
-
 def _heads(z: Tensor) -> tuple[Tensor, int, int]:
     """z (..., heads, N) as (tokens, heads, N), and its strides: a view if the strides allow it, else a copy."""
     tokens = z.reshape(-1, *z.shape[-2:]) if z.numel() else z.new_empty(0, *z.shape[-2:])
@@ -207,7 +202,7 @@ def _gated_rms_norm_forward(
     if M:
         launch = forward_launch(M, N)
         _forward_kernel[(launch.programs * weights,)](
-            *_rows(x), *_heads(z), contiguous(weight), y, M, N, heads, weights, eps, launch.rows_per_program,
+            *rows_and_stride(x), *_heads(z), contiguous(weight), y, M, N, heads, weights, eps, launch.rows_per_program,
             NORM_BEFORE_GATE=norm_before_gate, SIGMOID=sigmoid, ROWS=launch.rows, BLOCK=launch.width,
             num_warps=launch.warps,
         )  # fmt: skip
@@ -231,8 +226,8 @@ def _gated_rms_norm_backward(
     if need_weight and launch.programs != 1:
         partial = x.new_empty((launch.programs, weight.numel()), dtype=torch.float32)
     _backward_kernel[(launch.programs * weights,)](
-        *_rows(dy), *_rows(x), *_heads(z), contiguous(weight), dx, dz, partial, M, N, heads, weights, eps,
-        launch.rows_per_program, NORM_BEFORE_GATE=norm_before_gate, SIGMOID=sigmoid, NEED_X=bool(need_x),
+        *rows_and_stride(dy), *rows_and_stride(x), *_heads(z), contiguous(weight), dx, dz, partial, M, N, heads,
+        weights, eps, launch.rows_per_program, NORM_BEFORE_GATE=norm_before_gate, SIGMOID=sigmoid, NEED_X=bool(need_x),
         NEED_Z=need_z, NEED_WEIGHT=need_weight, ROWS=launch.rows, BLOCK=launch.width, STAGES=launch.stages,
         num_warps=min(2 * launch.warps, 32),
     )  # fmt: skip

@@ -123,8 +123,8 @@ def apply_update(
         parameter: any shape, any floating dtype, contiguous.
         update: of its shape and device, any floating dtype; copied if it is not contiguous.
         numbers: keep and size, or a tensor float64 of them and of numbers that are not read.
-        key: bfloat16: key of stochastic rounding, an int or a tensor int64 (2,) of it and a number that is not read;
-            None rounds to nearest.
+        key: bfloat16: key of stochastic rounding, an int, or if `numbers` is a tensor a tensor int64 (2,) of it and a
+            number that is not read; None rounds to nearest.
         shard: which part of the whole parameter `parameter` is; None if it is the whole.
 
     Raises:

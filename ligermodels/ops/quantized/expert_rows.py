@@ -5,13 +5,11 @@ program that meets an expert computes all of its rows: a program finds them amon
 most MAX_ROWS. Tiles, formats and the product itself are those of `few_rows`.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from ligermodels.ops.glu.glu import GLUOptions, glu_numbers
-from ligermodels.ops.quantized.few_rows import few_rows_product, few_rows_store
+from ligermodels.ops.quantized.few_rows import Tile, few_rows_product, few_rows_store
 from ligermodels.ops.quantized.unpack import native_operands
 from ligermodels.ops.quantized.weights import GROUP, format_of, num_groups
 from ligermodels.ops.runtime.devices import gpu_of, num_sms, pipeline_stages, power_of_2_above
@@ -28,17 +26,6 @@ FEW_MEAN_ROWS = 4
 """Up to this number of rows per expert, tiles have 8 rows: few experts have more, which read their weights twice."""
 PROGRAMS = 16
 """Programs per multiprocessor, if there is work for more: they take several tiles, and find their rows once."""
-
-
-class Tile(NamedTuple):
-    """Channels per program; warps; parts of the inputs per step, which the warps divide; inputs per part; steps in
-    flight, if shared memory has room."""
-
-    channels: int
-    warps: int
-    parts: int
-    step: int
-    stages: int
 
 
 def expert_rows_refuse(x: Tensor, rows: int, num_experts: int, *weights: Tensor) -> str | None:

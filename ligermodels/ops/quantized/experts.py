@@ -4,7 +4,6 @@ Weights are dequantised piece by piece, so that memory holds the codes and one p
 and in the backward pass. Few rows read the codes of their own experts alone. Nothing waits for the device.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.glu.glu import GLUOptions, gated_activation
-from ligermodels.ops.moe.experts import grouped_mm
+from ligermodels.ops.glu.glu import GLUOptions, check_options, gated_activation
+from ligermodels.ops.moe.experts import group_of_rows, grouped_mm
 from ligermodels.ops.moe.few_tokens import few_tokens
 from ligermodels.ops.moe.mix import by_expert, require_grouped_mm, takes_few_tokens
 from ligermodels.ops.quantized.dequantize import dequantize_weight, dequantize_weight_reference
 from ligermodels.ops.quantized.expert_rows import expert_rows, expert_rows_refuse
-from ligermodels.ops.quantized.weights import BYTES, GROUP, QuantizedWeight, check_quantized, num_groups
+from ligermodels.ops.quantized.weights import GROUP, QuantizedWeight, check_quantized, columns_of, pieces
 from ligermodels.ops.runtime.checks import Signature, check_chosen, check_tensor
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable, reject_dtensors
@@ -111,6 +110,7 @@ def quantized_mix_experts(
             check_tensor(name, each, bias, (num_experts, width), x.device)
     check_quantized(name, *gate_up, x.shape[1], x.device)
     check_quantized(name, *down, size, x.device)
+    check_options(name, activation)
     check_chosen(name, experts, num_experts)
     biases = [None if bias is None else bias.to(x.dtype) for bias in (gate_up_bias, down_bias)]
     with_gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weights, *biases))
@@ -149,17 +149,6 @@ def _of_rows(biases: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     return grouped_mm(y.new_ones(y.shape[0], 8), columns, offsets)
 
 
-def _groups(rows: int, offsets: Tensor) -> Tensor:
-    """Long (rows,): the group of each row."""
-    return torch.bucketize(torch.arange(rows, device=offsets.device), offsets, right=True)
-
-
-def _pieces(size: int, others: int, unit: int) -> Iterator[slice]:
-    """Divide `size` into slices of whole units, each of at most PIECE elements with `others` elements beside it."""
-    step = max(PIECE // (others * unit), 1) * unit
-    return (slice(start, min(start + step, size)) for start in range(0, size, step))
-
-
 @custom_op()
 def _quantized_grouped_forward(x: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
     """x (R, K) -> (R, M)."""
@@ -169,13 +158,13 @@ def _quantized_grouped_forward(x: Tensor, codes: Tensor, scales: Tensor, offsets
     if is_fake(x):
         return y
     if expert_rows_refuse(x, x.shape[0], experts, codes) is None:
-        return expert_rows(x, _groups(x.shape[0], offsets), codes, scales, None, experts, x.shape[0])
+        return expert_rows(x, group_of_rows(x, offsets), codes, scales, None, experts, x.shape[0])
     codes, scales = (tensor.unflatten(0, (experts, outputs)) for tensor in (codes, scales))
     if x.shape[0] <= FEW_ROWS:
-        own = _groups(x.shape[0], offsets)
+        own = group_of_rows(x, offsets)
         weight = dequantize_weight(codes[own].flatten(0, 1), scales[own].flatten(0, 1), width, x.dtype)
         return torch.bmm(weight.view(-1, outputs, width), x[..., None])[..., 0]
-    for rows in _pieces(outputs, experts * width, 8):
+    for rows in pieces(outputs, experts * width, 8, PIECE):
         own_codes, own_scales = codes[:, rows].flatten(0, 1), scales[:, rows].flatten(0, 1)
         weight = dequantize_weight(own_codes, own_scales, width, x.dtype)
         y[:, rows] = grouped_mm(x, weight.unflatten(0, (experts, -1)), offsets)
@@ -188,13 +177,8 @@ def _quantized_grouped_backward(dy: Tensor, codes: Tensor, scales: Tensor, offse
     dx = dy.new_empty(dy.shape[0], in_features)
     if is_fake(dy):
         return dx
-    packed = codes.dtype == torch.uint8
-    for columns in _pieces(in_features, codes.shape[0], GROUP):
-        code_columns, column_scales = columns, scales
-        if packed:
-            first, last = columns.start // GROUP, num_groups(columns.stop)
-            code_columns, column_scales = slice(first * BYTES, last * BYTES), scales[:, first:last]
-        own = codes[:, code_columns].contiguous(), column_scales.contiguous()
+    for columns in pieces(in_features, codes.shape[0], GROUP, PIECE):
+        own = QuantizedWeight(*(each.contiguous() for each in columns_of(codes, scales, columns)))
         weight = dequantize_weight(*own, columns.stop - columns.start, dy.dtype).unflatten(0, (len(offsets), -1))
         dx[:, columns] = grouped_mm(dy, weight.transpose(1, 2), offsets)
     return dx

@@ -33,7 +33,7 @@ from ligermodels.ops.runtime.tensors import contiguous, rows_and_stride
 FEW_ROWS = 16
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     """Channels per program; warps; parts of the inputs per step, divided evenly among the warps; inputs per part; steps
     in flight, if shared memory has room."""
 
@@ -75,14 +75,14 @@ def few_rows(
     )  # fmt: skip
 
 
-def _tile(four_bits: bool, M: int, N: int) -> _Tile:
+def _tile(four_bits: bool, M: int, N: int) -> Tile:
     """Tuned on an H200: with more channels per program, rows are read less often, but fewer bytes are in flight. With
     few programs, each keeps more steps of four bits per weight in flight."""
     if M > 8:
-        return _Tile(32, 4, 4, GROUP, 3 if four_bits else 4)
+        return Tile(32, 4, 4, GROUP, 3 if four_bits else 4)
     if four_bits:
-        return _Tile(16, 2, 4, GROUP, 6 if N <= 4096 else 4 if N <= 16384 else 3)
-    return _Tile(16, 4, 4, GROUP, 4)
+        return Tile(16, 2, 4, GROUP, 6 if N <= 4096 else 4 if N <= 16384 else 3)
+    return Tile(16, 4, 4, GROUP, 4)
 
 
 @kernel

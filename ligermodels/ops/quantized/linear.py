@@ -5,7 +5,7 @@ dequantised and multiplied piece by piece, so that memory holds the codes and on
 the backward pass, and devices without Triton or without tensor cores for bfloat16 (compute capability below 8.0).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from ligermodels.ops.linear.linear import few_rows_linear
 from ligermodels.ops.quantized.dequantize import dequantize_weight, dequantize_weight_reference
 from ligermodels.ops.quantized.few_rows import FEW_ROWS, few_rows
 from ligermodels.ops.quantized.more_rows import MORE_ROWS, more_rows
-from ligermodels.ops.quantized.weights import BYTES, GROUP, check_quantized, num_groups
+from ligermodels.ops.quantized.weights import GROUP, check_quantized, columns_of, pieces
 from ligermodels.ops.runtime.checks import check_tensor
 from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, use_kernels
@@ -91,7 +91,7 @@ def _quantized_linear_forward(x: Tensor, codes: Tensor, scales: Tensor, bias: Te
     if (compute := _kernel(x, codes)) is not None:
         compute(x, codes, scales, bias, y)
         return y
-    for rows in _pieces(codes.shape[0], x.shape[1], 1):
+    for rows in pieces(codes.shape[0], x.shape[1], 1, PIECE):
         weight = dequantize_weight(codes[rows], scales[rows], x.shape[1], x.dtype)
         y[:, rows] = F.linear(x, weight, None if bias is None else bias[rows])
     return y
@@ -103,13 +103,9 @@ def _quantized_linear_backward(dy: Tensor, codes: Tensor, scales: Tensor, in_fea
     dx = dy.new_empty(dy.shape[0], in_features)
     if is_fake(dy):
         return dx
-    packed = codes.dtype == torch.uint8
-    for columns in _pieces(in_features, codes.shape[0], GROUP):
-        code_columns, column_scales = columns, scales
-        if packed:
-            first, last = columns.start // GROUP, num_groups(columns.stop)
-            code_columns, column_scales = slice(first * BYTES, last * BYTES), scales[:, first:last]
-        weight = dequantize_weight(codes[:, code_columns], column_scales, columns.stop - columns.start, dy.dtype)
+    for columns in pieces(in_features, codes.shape[0], GROUP, PIECE):
+        own = columns_of(codes, scales, columns)
+        weight = dequantize_weight(*own, columns.stop - columns.start, dy.dtype)
         dx[:, columns] = dy @ weight
     return dx
 
@@ -120,12 +116,6 @@ def _kernel(x: Tensor, codes: Tensor) -> Callable[..., None] | None:
     if not (fits and use_kernels(x, codes) and ((gpu := gpu_of(x.device)) is None or gpu.has_bfloat16)):
         return None
     return few_rows if x.shape[0] <= FEW_ROWS else more_rows
-
-
-def _pieces(size: int, other: int, multiple: int) -> Iterator[slice]:
-    """Divide the rows of a matrix (size, other) into slices of at most PIECE elements that begin at multiples."""
-    count = max(1, PIECE // (max(1, other) * multiple)) * multiple
-    return (slice(first, min(size, first + count)) for first in range(0, size, count))
 
 
 class _QuantizedLinear(torch.autograd.Function):

@@ -113,6 +113,20 @@ def format_of(codes: Tensor, scales: Tensor) -> QuantizedFormat:
     return "nf4" if scales.ndim == 3 else "int4"
 
 
+def columns_of(codes: Tensor, scales: Tensor, columns: slice) -> QuantizedWeight:
+    """Views of the codes and scales of some inputs, which begin at a multiple of GROUP."""
+    if codes.dtype == E4M3:
+        return QuantizedWeight(codes[:, columns], scales)
+    first, last = columns.start // GROUP, num_groups(columns.stop)
+    return QuantizedWeight(codes[:, first * BYTES : last * BYTES], scales[:, first:last])
+
+
+def pieces(size: int, others: int, unit: int, most: int) -> Iterator[slice]:
+    """Divide `size` into slices of whole units, each of at most `most` elements with `others` elements beside it."""
+    step = max(1, most // (max(1, others) * unit)) * unit
+    return (slice(start, min(start + step, size)) for start in range(0, size, step))
+
+
 def check_quantized(op: str, codes: Tensor, scales: Tensor, in_features: int, device: torch.device) -> None:
     """Raises InputError, naming `op` and the tensor, unless codes and scales belong to a weight (N, in_features) and
     are on `device`."""

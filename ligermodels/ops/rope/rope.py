@@ -96,7 +96,7 @@ def rope_qkv(
         dtype.
 
     Raises:
-        InputError: shapes, dtypes or devices do not fit, or `casting_mode` is unknown.
+        InputError: shapes, dtypes or devices do not fit, `casting_mode` is unknown, or `eps` is negative.
 
     Examples:
         >>> qkv, angles = torch.randn(2, 5, 2 * (4 + 2) * 64), torch.randn(1, 5, 32)
@@ -105,8 +105,7 @@ def rope_qkv(
         (torch.Size([2, 5, 8, 64]), torch.Size([2, 5, 2, 64]))
     """
     shape = PackedShape(num_kv_heads, group_size, head_dim)
-    qkv, cos, sin, q_norm, k_norm = check_packed("rope_qkv", qkv, cos, sin, shape, q_norm, k_norm, casting_mode)
-    check_eps("rope_qkv", eps)
+    qkv, cos, sin, q_norm, k_norm = check_packed("rope_qkv", qkv, cos, sin, shape, q_norm, k_norm, casting_mode, eps)
     if use_kernels(qkv, cos, sin, q_norm, k_norm):
         return _RopeQKV.apply(qkv, cos, sin, q_norm, k_norm, *shape, eps, offset, casting_mode == "llama")
     return rope_qkv_reference(qkv, cos, sin, *shape, q_norm, k_norm, eps=eps, offset=offset, casting_mode=casting_mode)
@@ -159,10 +158,10 @@ def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def check_packed(
     op: str, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, shape: PackedShape, q_norm: Tensor | None,
-    k_norm: Tensor | None, casting_mode: str,
+    k_norm: Tensor | None, casting_mode: str, eps: float,
 ) -> Any:  # fmt: skip
-    """The tensors among the arguments of `rope_qkv` (qkv, cos, sin, shape, q_norm, k_norm and casting_mode), checked.
-    Raises InputError, naming `op`."""
+    """The tensors among the arguments of `rope_qkv` (qkv, cos, sin, shape, q_norm, k_norm, casting_mode and eps),
+    checked. Raises InputError, naming `op`."""
     if (cos is None) != (sin is None):
         raise InputError(f"{op}: cos and sin must be given together, or both be None for no rotation")
     if qkv.shape[-1:] != (shape.width,):
@@ -173,6 +172,7 @@ def check_packed(
     tensors = _PACKED.check(op, qkv, cos, sin, q_norm, k_norm, D=shape.head_dim)
     _check_tables(op, qkv.shape[0], shape.head_dim, cos)
     check_casting_mode(op, casting_mode)
+    check_eps(op, eps)
     return tensors
 
 

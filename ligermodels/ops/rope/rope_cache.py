@@ -9,7 +9,7 @@ from ligermodels.errors import InputError
 from ligermodels.ops.norm.rms_norm import CastingMode, rms_norm, rms_norm_reference
 from ligermodels.ops.rope.rope import PackedShape, check_packed, rope_qkv, split_heads
 from ligermodels.ops.rope.rope_kernels import load_angles, load_heads, load_weight, strided_tables, turn_heads
-from ligermodels.ops.runtime.checks import Signature, check_strides
+from ligermodels.ops.runtime.checks import Signature, check_eps, check_strides
 from ligermodels.ops.runtime.devices import power_of_2_above
 from ligermodels.ops.runtime.dispatch import set_batch_invariant, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
@@ -65,10 +65,13 @@ def rope_qkv_cached(
         Contiguous q (B, T, num_kv_heads * group_size, head_dim), in qkv's dtype.
 
     Raises:
-        InputError: shapes, dtypes or devices do not fit, or autograd would need a gradient.
+        InputError: shapes, dtypes or devices do not fit, `casting_mode` is unknown, an epsilon is negative, or autograd
+            would need a gradient.
     """
     shape = PackedShape(num_kv_heads, group_size, head_dim)
-    check_packed("rope_qkv_cached", qkv, cos, sin, shape, q_norm, k_norm, casting_mode)
+    check_packed("rope_qkv_cached", qkv, cos, sin, shape, q_norm, k_norm, casting_mode, eps)
+    if value_norm_eps is not None:
+        check_eps("rope_qkv_cached", value_norm_eps, "value_norm_eps")
     _CACHES.check("rope_qkv_cached", qkv, k_cache, v_cache, slots, Hkv=num_kv_heads, D=head_dim)
     check_strides("rope_qkv_cached", k_cache=k_cache, v_cache=v_cache)
     inputs = (qkv, k_cache, v_cache, q_norm, k_norm)

@@ -280,11 +280,11 @@ def check_scores(op: str, softmax_scale: Any = None, window: Any = None, softcap
         check_number(f"{op}: softcap", softcap, positive=True)
 
 
-def check_eps(op: str, eps: float) -> None:
-    """InputError, in eager mode, unless the epsilon of a norm is a finite number of at least 0. A negative one gives
-    NaN for some rows only."""
+def check_eps(op: str, eps: float, name: str = "eps") -> None:
+    """InputError, in eager mode, unless the epsilon of a norm, the argument `name`, is a finite number of at least 0. A
+    negative one gives NaN for some rows only."""
     if not torch.compiler.is_compiling():
-        check_number(f"{op}: eps", eps)
+        check_number(f"{op}: {name}", eps)
 
 
 def check_token_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:

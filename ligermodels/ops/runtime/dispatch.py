@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from ligermodels.arguments import check_flag
 from ligermodels.errors import BackendError
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class set_backend(Setting):
     """Makes every op run on one backend, for the whole process and all threads.
 
     It takes effect at the call; as a context manager, it ends with the context. A backward pass runs on the backend of
-    its forward pass.
+    its forward pass, except for ops whose backward pass computes parts of the forward pass again, or is shared with
+    other ops (losses of a linear head, sums of experts' rows, float8): they ask for the setting again.
 
     Args:
         backend: "reference" or "triton"; None lets each op choose by its tensors.
@@ -92,12 +94,15 @@ class set_host_checks(Setting):
 
     Args:
         enabled: True for InputError, False for device-side assertions.
+
+    Raises:
+        InputError: `enabled` is not True or False.
     """
 
     value: bool = os.environ.get("LIGERMODELS_HOST_CHECKS", "0") not in ("", "0")
 
     def __init__(self, enabled: bool) -> None:
-        super().__init__(enabled)
+        super().__init__(check_flag("set_host_checks: enabled", enabled))
 
 
 class set_batch_invariant(Setting):
@@ -115,6 +120,9 @@ class set_batch_invariant(Setting):
     Args:
         enabled: True for results that do not depend on the batch, False for the fastest kernels.
 
+    Raises:
+        InputError: `enabled` is not True or False.
+
     Examples:
         >>> with set_batch_invariant(True):
         ...     y = linear(torch.ones(3, 8), torch.ones(5, 8))
@@ -123,7 +131,7 @@ class set_batch_invariant(Setting):
     value: bool = os.environ.get("LIGERMODELS_BATCH_INVARIANT", "0") not in ("", "0")
 
     def __init__(self, enabled: bool) -> None:
-        super().__init__(enabled)
+        super().__init__(check_flag("set_batch_invariant: enabled", enabled))
 
 
 def batch_invariant_if(enabled: bool) -> set_batch_invariant:

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -80,8 +81,9 @@ def custom_op(
     """Decorator: register a function as `torch.ops.ligermodels.<its name>`, and return a function that calls the op.
 
     The schema comes from the function's annotations. The first argument is a tensor, and the function runs on its
-    device. The function may change only the inputs in `mutates_args`, and may not return inputs or views of them. It
-    also serves as the fake implementation: it allocates its results first, and returns them at once if `is_fake`.
+    device, without torch's autocast: it computes in the dtypes of its operands. The function may change only the
+    inputs in `mutates_args`, and may not return inputs or views of them. It also serves as the fake implementation: it
+    allocates its results first, and returns them at once if `is_fake`.
 
     The op has no gradient: an autograd.Function calls it, and a backward pass through the op itself, as in a program of
     torch.export, raises RuntimeError.
@@ -106,10 +108,11 @@ def custom_op(
 
         def on_device(*args: Any) -> Any:
             device = args[0].device
-            if device.type == "cuda" and device.index != torch.cuda.current_device():
-                with torch.cuda.device(device):
-                    return function(*args)
-            return function(*args)
+            is_other = device.type == "cuda" and device.index != torch.cuda.current_device()
+            if not is_other and not torch.is_autocast_enabled(device.type):
+                return function(*args)
+            with torch.cuda.device(device) if is_other else nullcontext(), torch.autocast(device.type, enabled=False):
+                return function(*args)
 
         def on_device_in_place(*args: Any) -> Any:
             # autograd then raises an error if it saved these tensors before the change

@@ -45,7 +45,9 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """A context in which torch's autocast is off on x's device; the meta device has no autocast."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+    device = x.device.type
+    is_on = not x.is_meta and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if is_on else nullcontext()
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
