@@ -129,10 +129,15 @@ def without_effect(
                 yield name, reason
 
 
+def no_effect(name: str, reason: str) -> str:
+    """The message about a setting without effect: its `reason`, and what to do."""
+    return f"{name}: {reason}{', or' if '; give ' in reason else ';'} leave it out"
+
+
 def check_effect(conditions: Sequence[Condition], values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Raise InputError for the first argument that has no effect: see `without_effect` for the arguments."""
     for name, reason in without_effect(conditions, values, defaults):
-        raise InputError(f"{name}: {reason}; leave it out")
+        raise InputError(no_effect(name, reason))
 
 
 def names_checked(function: Function) -> Function:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks all`: runs every benchmark in a process of its own, then writes the report.
+"""`python -m benchmarks all`: runs the benchmarks of COMMANDS, each in a process of its own, then writes the report.
 
 Results are appended to benchmarks/results/NAME-GPU.jsonl.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,9 +27,7 @@ def chat(
     adapter: models.Adapter = None,
     system: Annotated[str | None, typer.Option(help="The system turn.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per answer.")] = 1024,
-    chat_template: Annotated[
-        Path | None, typer.Option(help="File of a chat template.  [default: the adapter's or the checkpoint's]")
-    ] = None,
+    chat_template: options.ChatTemplate = None,
     *,
     decoding: Decoding,
     loading: options.Loading,

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 OPEN, CLOSE = "⟦", "⟧"
 """Marks of the tokens that are trained on, off a terminal."""
 ANY_NUMBER = 2**31
-"""Unusable lines that are allowed, unless a flag says fewer."""
+"""Unusable lines that are skipped without --max-bad-lines."""
 MESSAGES = 20
 """Most messages about single documents."""
 SETTINGS = (
-    "objective", "chat_template", "tokenizer", "date", "max_bad_lines", "seq_len", "packing_strategy",
-    "excess_length_strategy", "max_completion_length",
+    "objective", "chat_template", "tokenizer", "date", "seq_len", "packing_strategy", "excess_length_strategy",
+    "max_completion_length",
 )  # fmt: skip
 """Settings of a recipe that decide which tokens are trained on."""
 
@@ -43,6 +43,9 @@ def data(
         str, typer.Option(help="Checkpoint folder or hub id, for its tokenizer and chat template; no weights are read.")
     ],
     documents: Annotated[int, typer.Option(min=0, help="Documents to show.")] = 3,
+    max_bad_lines: Annotated[
+        int | None, typer.Option(min=0, help="Unusable lines that are skipped and counted.  [default: any number]")
+    ] = None,
     as_json: AsJson = False,
     settings: dict[str, Any] | None = None,
 ) -> None:
@@ -58,7 +61,7 @@ def data(
     from ligermodels.training.base import Base
     from ligermodels.training.inputs import documents_of, epoch_of
 
-    settings = {"max_bad_lines": ANY_NUMBER, **(settings or {})}
+    settings = {"max_bad_lines": ANY_NUMBER if max_bad_lines is None else max_bad_lines, **(settings or {})}
     if settings.get("objective") == "distill":  # it has the data of sft, and settings that do not matter here
         settings["objective"] = "sft"
     batch: dict[str, Any] = {"batch_tokens": 2 * settings["seq_len"]} if "seq_len" in settings else {}  # of a pair

@@ -11,11 +11,8 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ligermodels.training.recipe import TrainingRecipe
+from ligermodels.training.recipe import SHORT, TrainingRecipe
 from ligermodels.training.renamed import flag
-
-SHORT = {"learning_rate": ["--lr"]}
-"""Second names of flags."""
 
 
 def with_recipe_flags(
@@ -118,7 +115,8 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
     text = field.description or ""
     if field.default not in (None, (), {}) and "[default" not in text:
         text += f"  [default: {field.default}]"
-    names = [flag(name) + (f"/--no-{name.replace('_', '-')}" if kind is bool else ""), *SHORT.get(name, ())]
+    names = [flag(name) + (f"/--no-{name.replace('_', '-')}" if kind is bool else "")]
+    names += [flag(SHORT[name])] if name in SHORT else []
     if get_origin(kind) in (tuple, dict):  # KEY=VALUE for a dict
         kind = list[str]
     annotation = Annotated[kind | None, typer.Option(*names, help=text, **limits)]

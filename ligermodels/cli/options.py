@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 from ligermodels.arguments import QuantizedFormat
 from ligermodels.console import progress
 from ligermodels.errors import BackendError, InputError, arguments_named
+from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.renamed import flag, warn
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ Heads = Annotated[
     str, typer.Argument(metavar="HEADS", help="The heads, in any format of `export`; an MTP head also in a checkpoint.")
 ]
 
-DATA = typer.Option("--data", help="Text, or .jsonl with a text or a chat in each line. May be repeated.")
-ChatTemplate = Annotated[str | None, typer.Option(help="File of a chat template.  [default: the checkpoint's]")]
+DATA = typer.Option("--data", help=f"{TrainingRecipe.model_fields['data'].description} May be repeated.")
+ChatTemplate = Annotated[str | None, typer.Option(help=TrainingRecipe.model_fields["chat_template"].description)]
 Date = Annotated[str | None, typer.Option(help="YYYY-MM-DD, for chat templates that write it.  [default: today]")]
 MaxShardSize = Annotated[str, typer.Option(help="Largest weight file, as 5GB or 500MB.")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")]

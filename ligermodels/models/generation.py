@@ -87,7 +87,7 @@ class GenerationMixin:
         Args:
             input_ids: prompts: long (B, T) or (T,), a list of ids, or a list of such lists of any lengths.
             max_new_tokens: number of new tokens, at least 1. Default: `max_length` minus the prompt's length, or 64.
-            draft: Medusa, MTP or EAGLE-3 heads on this model, for speculative decoding: the same greedy tokens, or
+            draft: draft heads on this model, for speculative decoding: the same greedy tokens, or
                 samples of the same distribution, in fewer steps.
             tree: with `draft`, the candidates to check in each step; by default `draft.default_tree()`.
             return_routing: also return the experts of each token, of a mixture of experts. Not with `draft`.

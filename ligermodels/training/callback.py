@@ -41,7 +41,7 @@ class Event:
 
 
 class Callback:
-    """Base class of callbacks of a run (`fine_tune`, `train_heads`, `train_mtp`) and of the loop alone (`train`).
+    """Base class of callbacks of a run (`fine_tune`, `train_heads` and so on) and of the loop alone (`train`).
 
     Each method does nothing; a subclass overrides the methods that it needs. All ranks call the methods. The loop alone
     neither evaluates nor saves: there `on_evaluate` and `on_save` are not called.

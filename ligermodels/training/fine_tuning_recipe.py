@@ -52,7 +52,8 @@ class FineTuningRecipe(ObjectiveRecipe, init=False):
     learning_rate: float = Field(
         2e-5,
         ge=0,
-        description="Peak learning rate.  [default: 2e-5, for LoRA 2e-4; on preference data 1e-6, for LoRA 1e-5]",
+        description="Peak learning rate.  [default: 2e-5, for LoRA 2e-4; on preference data and for grpo 1e-6, there "
+        "for LoRA 1e-5]",
     )
     lora_rank: int | None = Field(
         None, ge=1, description="Train LoRA of this rank, and write an adapter.  [default: all parameters are trained]"
@@ -88,8 +89,8 @@ class FineTuningRecipe(ObjectiveRecipe, init=False):
     router_bias_update_rate: float = Field(
         0.0,
         ge=0,
-        description="Mixtures with selection biases (DeepSeek-V3, GLM-4.5): change of the biases after each step, "
-        "towards an even load, such as 0.001.",
+        description="Mixtures with selection biases (DeepSeek-V3, GLM-4.5 and others): change of the biases after each "
+        "step, towards an even load, such as 0.001.",
     )
 
     lm_eval: Names = Field(

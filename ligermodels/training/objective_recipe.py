@@ -99,8 +99,10 @@ class ObjectiveRecipe(TrainingRecipe, PolicySettings, init=False):
     label_smoothing: float | None = Field(
         None, ge=0, lt=0.5, description="Probability that the sides of a pair are swapped.  [default: 0]"
     )
-    f_divergence_type: str | None = Field(None, description="dpo: f-divergence.  [default: reverse_kl]")
-    f_alpha_divergence_coef: float | None = Field(None, description="dpo: alpha of alpha_divergence.  [default: 0.5]")
+    f_divergence_type: str | None = Field(None, description="dpo, ipo: f-divergence.  [default: reverse_kl]")
+    f_alpha_divergence_coef: float | None = Field(
+        None, description="dpo, ipo: alpha of alpha_divergence.  [default: 0.5]"
+    )
     discopop_tau: float | None = Field(None, gt=0, description="dpo: for loss_type discopop.  [default: 0.05]")
     simpo_gamma: float | None = Field(None, description="simpo: target margin of the rewards.  [default: 0.5]")
     cpo_alpha: float | None = Field(None, description="cpo: weight of the chosen's likelihood.  [default: 1]")

@@ -22,6 +22,7 @@ def adamw(
     weight_decay: float = 0.1,
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
+    rounding: Literal["nearest", "stochastic"] = "nearest",
     state_bits: Literal[8] | None = None,
 ) -> FusedAdamW:
     """AdamW for a model's parameters; parameters that require no gradient are left out.
@@ -32,6 +33,7 @@ def adamw(
         weight_decay: weight decay, for matrices only.
         betas: decay rates of the first and second moments.
         eps: added to the square root of the second moment.
+        rounding: rounding of bfloat16 parameters; "nearest", as in torch, loses small updates.
         state_bits: 8: moments of matrices have 8 bits per element. Default: None, they have the parameter's dtype.
 
     Raises:
@@ -42,7 +44,7 @@ def adamw(
         >>> schedule = warmup_cosine(optimizer, 1000, warmup_steps=40)
     """
     groups = parameter_groups([(parameters, lr)], weight_decay)
-    return FusedAdamW(groups, lr=lr, betas=betas, eps=eps, state_bits=state_bits)
+    return FusedAdamW(groups, lr=lr, betas=betas, eps=eps, rounding=rounding, state_bits=state_bits)
 
 
 def optimizer_named(

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from ligermodels.arguments import ActivationCheckpointing, Condition, without_effect
+from ligermodels.arguments import ActivationCheckpointing, Condition, no_effect, without_effect
 from ligermodels.data.built_in_templates import TOKENS as BUILT_IN
 from ligermodels.errors import ConfigError, short, validation_message
 from ligermodels.parallel.plan import ParallelPlan
@@ -42,6 +42,9 @@ from ligermodels.training.settings import (
 )
 
 R = TypeVar("R", bound="TrainingRecipe")
+
+SHORT = {"learning_rate": "lr"}
+"""Setting -> second name of its flag, which is no name of a setting."""
 
 CONDITIONS: tuple[Condition, ...] = (
     (
@@ -295,7 +298,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
                 "parallel.activation_checkpointing: give it as activation_checkpointing, outside parallel"
             )
         for name, reason in without_effect(self.conditions, dict(self), self.defaults()):
-            raise ConfigError(f"{name}: {reason}; leave it out")
+            raise ConfigError(no_effect(name, reason))
 
     @property
     def shortest_sequence(self) -> tuple[int, str]:
@@ -362,7 +365,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
             source: named in error messages.
 
         Raises:
-            ConfigError: an unknown setting (the message names the nearest known setting), or a wrong value.
+            ConfigError: an unknown setting (the message names a similar one, if there is any), or a wrong value.
 
         Examples:
             >>> FineTuningRecipe(steps=100).changed({"epochs": 2}).steps is None
@@ -371,8 +374,10 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
         settings, defaults = self.current_names(settings, source), self.defaults()
         for key in settings:
             if key not in defaults:
-                nearest = difflib.get_close_matches(str(key), defaults, n=1, cutoff=0.0)[0]
-                raise ConfigError(f"{source}: there is no setting {key!r}; the nearest is {nearest!r}")
+                near = [name for name, short in SHORT.items() if short == key]
+                near += difflib.get_close_matches(str(key), defaults, n=1)
+                hint = f"the nearest is {near[0]!r}" if near else "the --help of the train command lists all"
+                raise ConfigError(f"{source}: there is no setting {key!r}; {hint}")
         new = {**dict(self), **settings}
         for key, value in settings.items():
             if isinstance(section := getattr(self, key), BaseModel) and isinstance(value, Mapping):

@@ -57,6 +57,15 @@ def test_tokens_that_are_trained_on_are_marked(model: Path, data: Path) -> None:
     assert ["documents", "3"] in [line.split() for line in lines]
 
 
+def test_unusable_lines_are_counted_unless_a_flag_limits_them(model: Path, data: Path) -> None:
+    arguments = ["data", str(data), "--model", str(model), "--json"]
+    assert json.loads(CliRunner().invoke(app, arguments).stdout)["unusable"] == 1
+    assert CliRunner().invoke(app, [*arguments, "--max-bad-lines", "1"]).exit_code == 0
+    assert CliRunner().invoke(app, [*arguments, "--max-bad-lines", "0"]).exit_code == 1
+    option = CliRunner().invoke(app, ["data", "--help"]).stdout.partition("--max-bad-lines")[2]
+    assert "[default: any number]" in " ".join(option.split())[:200]
+
+
 def test_counts(model: Path, data: Path) -> None:
     tokenizer = Tokenizer(model)
     chat = "<|im_start|>user\nHi there!<|im_end|>\n<|im_start|>assistant\nHello, you?<|im_end|>\n"

@@ -7,6 +7,7 @@ executed, but the options of their `ligermodels` commands are parsed. Tests of p
 tests/integrations/.
 """
 
+import importlib
 import json
 import math
 import re
@@ -29,6 +30,8 @@ from zoo import CONFIGS
 import ligermodels as lm
 from ligermodels.archs.registry import MODULES
 from ligermodels.cli import app
+from ligermodels.models.mtp_format import MTPFormat
+from ligermodels.training import DFlashRecipe, DSparkRecipe, EagleRecipe, FineTuningRecipe, MedusaRecipe, MTPRecipe
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -265,6 +268,34 @@ def test_the_supported_families_are_listed() -> None:
     page = (ROOT / "docs" / "supported.md").read_text(encoding="utf-8")
     families = [family.model_type for module in MODULES for family in module.FAMILIES]
     assert not [name for name in families if f"`{name}`" not in page]
+
+
+def test_the_walk_names_the_files_of_its_functions() -> None:
+    page = " ".join((ROOT / "docs" / "walk.md").read_text(encoding="utf-8").split())
+    pairs = re.findall(r"`([\w.]+)` \(`([\w/]+\.py)`", page)
+    pairs += [(name, path) for path, name in re.findall(r"`([\w/]+\.py)`: `([\w.]+)`", page)]
+    assert len(pairs) > 40
+    for name, path in pairs:
+        file = ROOT / "ligermodels" / path
+        word = name.rpartition(".")[2]
+        assert re.search(rf'\b(def|class) {word}\b|"{word}"', file.read_text(encoding="utf-8")), f"{name}: {path}"
+
+
+def test_the_formats_of_mtp_heads_are_listed() -> None:
+    page, usual = (ROOT / "docs" / "mtp.md").read_text(encoding="utf-8"), MTPFormat()
+    families = [family.model_type for module in MODULES for family in module.FAMILIES if family.mtp != usual]
+    assert not [name for name in families if name != "qwen3_next" and f"`{name}`" not in page]
+
+
+@pytest.mark.parametrize(
+    "recipe", [FineTuningRecipe, MedusaRecipe, MTPRecipe, EagleRecipe, DFlashRecipe, DSparkRecipe, lm.ParallelPlan]
+)
+def test_the_reference_lists_every_setting(recipe: Any) -> None:
+    page = (ROOT / "docs" / "reference" / "recipes.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^<!-- settings: ([\w.]+)\.(\w+) -->$", page, re.MULTILINE)
+    classes = [getattr(importlib.import_module(module), name) for module, name in tables]
+    listed = {name for each in classes if issubclass(recipe, each) for name in each.__annotations__}
+    assert not [name for name in recipe.model_fields if name not in listed]
 
 
 def test_the_readme_is_short() -> None:

@@ -369,7 +369,7 @@ def test_settings_of_the_command_line(tmp_path: Path, monkeypatch: pytest.Monkey
         (["--data", "x", "--out", "y"], "MODEL", 2),
         (["m", "--out", "y"], "--data", 2),
         (["m", "--data", "x"], "--out", 2),
-        ([*model, "--set", "lr=1"], "the command line: there is no setting 'lr'; the nearest is", 1),
+        ([*model, "--set", "lr=1"], "the command line: there is no setting 'lr'; the nearest is 'learning_rate'", 1),
         ([*model, "--set", "seed"], "--set: must be KEY=VALUE, got 'seed'", 1),
         ([*model, "--set", "seed=x"], "the command line: seed: must be a valid integer, got 'x'", 1),
         ([*model, "--set", "seed=["], "--set seed: not YAML", 1),

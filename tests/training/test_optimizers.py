@@ -360,6 +360,19 @@ def test_clipping_is_the_default_where_it_can_be() -> None:
     assert recipe.changed({"optimizer_in_bwd": False}).max_grad_norm == 1.0
 
 
+def test_adamw_rounds_as_it_is_told() -> None:
+    """With a tiny learning rate torch's rounding to the nearest number loses the update, and stochastic rounding
+    applies it on average."""
+    changed = {}
+    options: list[dict[str, Any]] = [{"rounding": "nearest"}, {"rounding": "stochastic"}]
+    for each in options:
+        p = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+        p.grad = torch.ones_like(p)
+        adamw([p], 1e-3, weight_decay=0.0, **each).step()
+        changed[each["rounding"]] = int((p != 1).sum())
+    assert changed["nearest"] == 0 and 0 < changed["stochastic"] < p.numel()
+
+
 def test_bad_arguments() -> None:
     p = nn.Parameter(torch.zeros(4, 4))
     for make in (

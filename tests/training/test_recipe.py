@@ -64,7 +64,8 @@ def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
 
 WRONG = {
     "num_head: 3": "there is no setting 'num_head'; the nearest is 'num_heads'",
-    "lr: 3": "there is no setting 'lr'; the nearest is",
+    "lr: 3": "there is no setting 'lr'; the nearest is 'learning_rate'",
+    "bf16: 3": "there is no setting 'bf16'; the --help of the train command lists all",
     "learning-rate: 3": "no setting 'learning-rate'; the nearest is 'learning_rate'",
     "5: 3": "there is no setting 5",
     "num_heads: 3\nnum_heads: 4": "key 'num_heads' is repeated",
