@@ -54,6 +54,19 @@ UNUSED = (
     "rescale_prenorm_residual", "moe_shared_expert_overlap", "output_router_logits", "norm_eps",
 )  # fmt: skip
 """Fields that change no result: of kernels, of initial values, logits that no loss uses, an epsilon of no norm."""
+OTHER_FIELDS = {
+    "n_routed_experts": "num_local_experts",
+    "n_groups": "mamba_n_groups",
+    "conv_kernel": "mamba_d_conv",
+    "use_conv_bias": "mamba_conv_bias",
+    "chunk_size": "mamba_chunk_size",
+    "expand": "mamba_expand",
+    "time_step_min": "mamba_dt_min",
+    "time_step_max": "mamba_dt_max",
+    "time_step_limit": "mamba_dt_limit",
+    "time_step_floor": "mamba_dt_init_floor",
+}
+"""Field -> its other name, which transformers reads too."""
 FIXED = {
     "attention_bias": False,
     "residual_in_fp32": False,
@@ -67,7 +80,8 @@ FIXED = {
 def nemotron_h(config: Config) -> DecoderConfig:
     """The composed config of a `NemotronHConfig` dict."""
     kinds, mtp_kinds = _kinds(config), _mtp_kinds(config)
-    config = renamed(config, "n_routed_experts", "num_local_experts")
+    for name, other in OTHER_FIELDS.items():
+        config = renamed(config, name, other)
     fields = Fields({**config, "num_hidden_layers": len(kinds)}, DEFAULTS)
     fields.ignore(*LISTS_OF_KINDS, *LISTS_OF_MTP_KINDS, *UNUSED)
     for name, only in FIXED.items():

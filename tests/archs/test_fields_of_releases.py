@@ -1,0 +1,53 @@
+"""Fields that transformers reads under further names, or with defaults of its modules rather than of its configs."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from zoo import CONFIGS, make_checkpoint, plain, relative_error
+
+import ligermodels as lm
+from ligermodels.archs.nemotron import OTHER_FIELDS
+from ligermodels.errors import ConfigError
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 5e5}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+MAMBA = {"mamba_n_groups": 2, "mamba_d_conv": 3, "mamba_conv_bias": False, "mamba_dt_min": 0.3, "mamba_chunk_size": 8}
+MAMBA |= {"num_local_experts": 6, "mamba_expand": 3, "mamba_dt_max": 0.5, "mamba_dt_init_floor": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("name", "without", "fields"),
+    [
+        ("mimo_v2_flash", [], {"rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN}}),
+        ("mimo_v2_flash", [], {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}}),
+        ("nemotron_h", [*OTHER_FIELDS], MAMBA),
+    ],
+)
+@torch.no_grad()
+def test_as_in_transformers(name: str, without: list[str], fields: dict[str, Any], tmp_path: Path) -> None:
+    """And so is what transformers reads of the export."""
+    config = {key: value for key, value in {**CONFIGS[name], **fields}.items() if key not in without}
+    oracle = make_checkpoint(tmp_path / "model", config)
+    model = lm.from_pretrained(tmp_path / "model")
+    ids = torch.randint(3, 131, (2, 41), generator=torch.Generator().manual_seed(0))
+    wanted = oracle(ids).logits
+    assert relative_error(model(ids).logits, wanted) < 2e-5
+    model.save_pretrained(tmp_path / "out")
+    again = plain(AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager"))
+    assert relative_error(again(ids).logits, wanted) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("phi3", {"rope_scaling": YARN}, "rope_type = 'yarn' does not mean the same to all readers of phi3"),
+        ("nemotron_h", {"mamba_n_groups": 7}, "n_groups = 3 contradicts mamba_n_groups = 7"),
+    ],
+)
+def test_fields_that_are_refused(name: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        lm.from_config({**CONFIGS[name], **fields}, device="meta")
