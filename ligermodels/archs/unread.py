@@ -101,6 +101,8 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         hybrid_layer_pattern hybrid_block_size add_swa_attention_sink_bias add_full_attention_sink_bias
         intermediate_size_mlp moe_layers interleave_moe_layer_step floor_scale attn_scale
         embed_scale scale_emb scale_depth scale_embedding dim_model_base mup_enabled use_mup
+        moe_router_score_func swa_attention_sink_enabled swa_rope_parameters sliding_windows swiglu_limits
+        swiglu_limits_shared
         """),
         (),
     ),
@@ -136,6 +138,9 @@ DROPOUT = _names("""
     hidden_dropout_prob attention_probs_dropout_prob ffn_dropout embed_dropout embedding_dropout output_dropout
     """)
 """Probabilities of dropout: fields that change the computation in training only."""
+
+BY_LAYER = {"swiglu_limits", "swiglu_limits_shared", "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"}
+"""Fields of COMPUTATION with a list of one value per layer, of which 0 and null change nothing."""
 
 INACTIVE = {"sliding_window", "max_window_layers", "sliding_window_pattern"}
 """Fields without effect if `use_sliding_window` is false."""
@@ -182,6 +187,8 @@ def _matters(name: str, value: Any, config: Mapping[str, Any]) -> bool:
     """Whether field `name` of COMPUTATION changes the computation with this `value`."""
     if name == "layer_types":
         return not is_list_of(value, lambda layer_type: layer_type == "full_attention")
+    if name in BY_LAYER and is_list_of(value, lambda limit: not limit):
+        return False
     if name in INACTIVE and config.get("use_sliding_window") is False:
         return False
     if name == "hidden_activation" and value == config.get("hidden_act"):

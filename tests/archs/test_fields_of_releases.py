@@ -11,7 +11,7 @@ from zoo import CONFIGS, make_checkpoint, plain, relative_error
 
 import ligermodels as lm
 from ligermodels.archs.nemotron import OTHER_FIELDS
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, ConfigWarning
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 5e5}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
@@ -46,8 +46,34 @@ def test_as_in_transformers(name: str, without: list[str], fields: dict[str, Any
     [
         ("phi3", {"rope_scaling": YARN}, "rope_type = 'yarn' does not mean the same to all readers of phi3"),
         ("nemotron_h", {"mamba_n_groups": 7}, "n_groups = 3 contradicts mamba_n_groups = 7"),
+        (
+            "laguna",
+            {"moe_router_score_func": "sqrtsoftplus"},
+            "moe_router_score_func = 'sqrtsoftplus' is not implemented",
+        ),
+        ("laguna", {"swa_attention_sink_enabled": True}, "swa_attention_sink_enabled = True is not implemented"),
+        ("laguna", {"swa_rope_parameters": PLAIN}, "swa_rope_parameters = "),
+        ("laguna", {"mlp_only_layers": [0, 1]}, "mlp_only_layers contradicts mlp_layer_types, or its default"),
+        ("exaone_moe", {"sliding_windows": [7, 9]}, "sliding_windows = [7, 9] is not implemented"),
+        ("exaone_moe", {"swiglu_limits": [0.0, 7.0]}, "swiglu_limits = [0.0, 7.0] is not implemented"),
     ],
 )
 def test_fields_that_are_refused(name: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         lm.from_config({**CONFIGS[name], **fields}, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        (
+            "laguna",
+            {"moe_router_score_func": "sigmoid", "swa_attention_sink_enabled": False, "swa_rope_parameters": None},
+        ),
+        ("laguna", {"mlp_only_layers": [0], "decoder_sparse_step": 1}),
+        ("exaone_moe", {"sliding_windows": None, "swiglu_limits": [0, None]}),
+    ],
+)
+def test_fields_that_change_nothing(name: str, fields: dict[str, Any], recwarn: pytest.WarningsRecorder) -> None:
+    configs = [lm.from_config({**CONFIGS[name], **more}, device="meta").config for more in ({}, fields)]
+    assert configs[0] == configs[1] and not [each for each in recwarn if each.category is ConfigWarning]
