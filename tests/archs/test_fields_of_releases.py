@@ -16,7 +16,7 @@ from ligermodels.errors import ConfigError, ConfigWarning
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 5e5}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 MAMBA = {"mamba_n_groups": 2, "mamba_d_conv": 3, "mamba_conv_bias": False, "mamba_dt_min": 0.3, "mamba_chunk_size": 8}
-MAMBA |= {"num_local_experts": 6, "mamba_expand": 3, "mamba_dt_max": 0.5, "mamba_dt_init_floor": 1e-3}
+MAMBA |= {"mamba_expand": 3, "mamba_dt_max": 0.5, "mamba_dt_init_floor": 1e-3}
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ MAMBA |= {"num_local_experts": 6, "mamba_expand": 3, "mamba_dt_max": 0.5, "mamba
     [
         ("mimo_v2_flash", [], {"rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN}}),
         ("mimo_v2_flash", [], {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}}),
-        ("nemotron_h", [*OTHER_FIELDS], MAMBA),
+        ("nemotron_h", [*OTHER_FIELDS, "chunk_size", "expand"], MAMBA),
     ],
 )
 @torch.no_grad()
@@ -46,6 +46,8 @@ def test_as_in_transformers(name: str, without: list[str], fields: dict[str, Any
     [
         ("phi3", {"rope_scaling": YARN}, "rope_type = 'yarn' does not mean the same to all readers of phi3"),
         ("nemotron_h", {"mamba_n_groups": 7}, "n_groups = 3 contradicts mamba_n_groups = 7"),
+        ("nemotron_h", {"mamba_n_groups": 7, "n_groups": None}, "mamba_n_groups 7 does not divide mamba_num_heads 12"),
+        ("nemotron_h", {"mamba_d_conv": 0}, "field 'mamba_d_conv' must be a whole number above 0"),
         (
             "laguna",
             {"moe_router_score_func": "sqrtsoftplus"},
