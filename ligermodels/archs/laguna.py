@@ -46,8 +46,11 @@ FIXED = {
     "moe_router_logit_softcapping": 0,
     "norm_topk_prob": True,
     "output_router_logits": False,
+    "moe_router_score_func": "sigmoid",
+    "swa_attention_sink_enabled": False,
+    "swa_rope_parameters": None,
 }
-"""Field -> its only implemented value."""
+"""Field -> its only implemented value. transformers does not read the last three, vLLM does."""
 
 
 def laguna(config: Config) -> DecoderConfig:
@@ -60,6 +63,8 @@ def laguna(config: Config) -> DecoderConfig:
         fields.choices(name, None, default=None)
     windows = fields.windows(lambda layer: False)
     kinds = fields.kinds("mlp_layer_types", (DENSE, SPARSE), lambda layer: SPARSE if layer else DENSE)
+    if (dense := fields.layers("mlp_only_layers")) and dense != {i for i, kind in enumerate(kinds) if kind == DENSE}:
+        raise ConfigError(f"{fields.where}: mlp_only_layers contradicts mlp_layer_types, or its default; remove one")
     ropes = fields.ropes(fields.size("head_dim"), ROPES, windows, UNREAD_ROPE, partial=True)
     norm, bias = NormConfig(fields.number("rms_norm_eps", negative=False)), fields.flag("attention_bias", False)
     heads, sparse = _heads(fields), _mixture(fields)

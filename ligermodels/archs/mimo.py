@@ -8,6 +8,7 @@ from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, dec
 from ligermodels.archs.deepseek import fixed
 from ligermodels.archs.experts import grouped_router, published_layouts
 from ligermodels.archs.fields import DENSE, FULL, ONLY_NEW_ROPE, SLIDING, SPARSE, UNREAD_ROPE, renamed
+from ligermodels.convert.json_values import first_value, is_object
 from ligermodels.convert.rope_settings import rope_parameters
 from ligermodels.errors import ConfigError
 from ligermodels.layers import AttentionConfig, LayerConfig, MLPConfig, MoEConfig, ValueConfig
@@ -65,7 +66,7 @@ def mimo_v2_flash(config: Config) -> DecoderConfig:
     windows = fields.windows(lambda layer: layer > 0 and (layer + 1) % 6 != 0)
     kinds = fields.kinds("mlp_layer_types", (DENSE, SPARSE), lambda layer: SPARSE if layer else DENSE)
     _check_older_fields(fields, [window is not None for window in windows], [kind == SPARSE for kind in kinds])
-    ropes = fields.ropes(fields.size("head_dim"), ROPES, windows, UNREAD_ROPE, partial=True)
+    ropes = _with_rotated_part(fields).ropes(fields.size("head_dim"), ROPES, windows, UNREAD_ROPE, partial=True)
     kv_heads, bias = _kv_heads(fields, windows), fields.flag("attention_bias", False)
     values = ValueConfig(dim=_value_dim(fields), scale=fields.number("attention_value_scale", 1.0, negative=False))
     activation = gate_activation(fields)
@@ -80,6 +81,20 @@ def mimo_v2_flash(config: Config) -> DecoderConfig:
         return gated if kinds[layer] == DENSE else sparse
 
     return decoder(fields, attention=attention, mlp=mlp)
+
+
+def _with_rotated_part(fields: Fields) -> Fields:
+    """`fields` in which default ropes that state no `partial_rotary_factor` have the one of ROPES, as in transformers.
+    Ropes of other types rotate whole heads there. A factor beside `rope_parameters` stays: it may be an error."""
+    part, settings = "partial_rotary_factor", fields.config.get("rope_parameters")
+    if not is_object(settings) or fields.config.get(part) is not None:
+        return fields
+    by_type = {
+        name: {part: ROPES[FULL][part], **own}
+        for name, own in settings.items()
+        if is_object(own) and first_value(own.get("rope_type"), own.get("type"), "default") == "default"
+    }
+    return fields.replaced(rope_parameters={**settings, **by_type})
 
 
 def _value_dim(fields: Fields) -> int:

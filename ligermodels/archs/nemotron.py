@@ -10,7 +10,7 @@ from dataclasses import replace
 from ligermodels.archs.bamba import LINEAR, time_step_limit
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
 from ligermodels.archs.experts import grouped_router
-from ligermodels.archs.fields import FULL, renamed
+from ligermodels.archs.fields import FULL, name_of, renamed
 from ligermodels.convert.json_values import is_list_of
 from ligermodels.errors import ConfigError, short
 from ligermodels.layers import AttentionConfig, BlockConfig, LayerConfig, Mamba2Config, MoEConfig, NormConfig
@@ -52,8 +52,16 @@ DEFAULTS = {
 UNUSED = (
     "chunk_size", "expand", "use_mamba_kernels", "mamba_ssm_cache_dtype", "time_step_max", "time_step_floor",
     "rescale_prenorm_residual", "moe_shared_expert_overlap", "output_router_logits", "norm_eps",
+    "mamba_chunk_size", "mamba_expand", "mamba_dt_max", "mamba_dt_init_floor",
 )  # fmt: skip
 """Fields that change no result: of kernels, of initial values, logits that no loss uses, an epsilon of no norm."""
+OTHER_FIELDS = {
+    "n_groups": "mamba_n_groups",
+    "conv_kernel": "mamba_d_conv",
+    "use_conv_bias": "mamba_conv_bias",
+    "time_step_min": "mamba_dt_min",
+}
+"""Field -> its other name, which transformers reads too."""
 FIXED = {
     "attention_bias": False,
     "residual_in_fp32": False,
@@ -67,15 +75,16 @@ FIXED = {
 def nemotron_h(config: Config) -> DecoderConfig:
     """The composed config of a `NemotronHConfig` dict."""
     kinds, mtp_kinds = _kinds(config), _mtp_kinds(config)
+    names = {name: name_of(config, name, other) for name, other in OTHER_FIELDS.items()}
     config = renamed(config, "n_routed_experts", "num_local_experts")
     fields = Fields({**config, "num_hidden_layers": len(kinds)}, DEFAULTS)
-    fields.ignore(*LISTS_OF_KINDS, *LISTS_OF_MTP_KINDS, *UNUSED)
+    fields.ignore(*LISTS_OF_KINDS, *LISTS_OF_MTP_KINDS, *UNUSED, *OTHER_FIELDS.values())
     for name, only in FIXED.items():
         fields.choices(name, only, default=only)
     fields.reject_tied()
     head_dim, eps = fields.size("head_dim"), fields.number("layer_norm_epsilon", negative=False)
     fields.choices("attention_head_dim", head_dim, default=head_dim)
-    mamba = _mamba(fields, eps)
+    mamba = _mamba(fields, eps, names)
     has_experts = MOE in kinds or (MOE in mtp_kinds and PAIRS_OF_LAYERS.count(config) > 0)
     feed_forward = {MLP: _mlp(fields, "intermediate_size"), MOE: _mixture(fields) if has_experts else None}
 
@@ -145,26 +154,32 @@ def _listed_kinds(config: Config, names: tuple[str, ...], default: list[str]) ->
     return found
 
 
-def _mamba(fields: Fields, eps: float) -> Mamba2Config:
-    """The Mamba2 layer. Step sizes have a lower bound, `time_step_min`, as in transformers' prefill."""
+def _mamba(fields: Fields, eps: float, names: Mapping[str, str]) -> Mamba2Config:
+    """The Mamba2 layer. Step sizes have a lower bound, `time_step_min`, as in transformers' prefill.
+
+    Args:
+        fields: the config.
+        eps: epsilon of the norm.
+        names: field of OTHER_FIELDS -> the name that the config has for it.
+    """
     bias = fields.flag("use_bias", False)
     if fields.flag("mamba_proj_bias", False) and not bias:
         raise ConfigError(f"{fields.where}: mamba_proj_bias = True is not implemented; use_bias gives these biases")
     if time_step_limit(fields) != (0.0, math.inf):
         raise ConfigError(f"{fields.where}: time_step_limit is not implemented; the lower bound is time_step_min")
-    heads, groups = fields.size("mamba_num_heads"), fields.size("n_groups")
+    heads, groups = fields.size("mamba_num_heads"), fields.size(names["n_groups"])
     if heads % groups:
-        raise ConfigError(f"{fields.where}: n_groups {groups} does not divide mamba_num_heads {heads}")
+        raise ConfigError(f"{fields.where}: {names['n_groups']} {groups} does not divide mamba_num_heads {heads}")
     return Mamba2Config(
         num_heads=heads,
         head_dim=fields.size("mamba_head_dim"),
         state_size=fields.size("ssm_state_size"),
         num_groups=groups,
-        conv_width=fields.size("conv_kernel"),
-        conv_bias=fields.flag("use_conv_bias", True),
+        conv_width=fields.size(names["conv_kernel"]),
+        conv_bias=fields.flag(names["use_conv_bias"], True),
         bias=bias,
         out_bias=bias,
-        time_step_limit=(fields.number("time_step_min", negative=False), math.inf),
+        time_step_limit=(fields.number(names["time_step_min"], negative=False), math.inf),
         norm_eps=eps,
     )
 

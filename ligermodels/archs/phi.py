@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
+from ligermodels.convert.rope_settings import rope_parameters
+from ligermodels.errors import ConfigError
 
 DEFAULTS = {
     "vocab_size": 32064,
@@ -23,6 +25,11 @@ PACKED = {"attention.qkv": "self_attn.qkv_proj", "mlp.gate_up": "mlp.gate_up_pro
 def phi3(config: Config) -> DecoderConfig:
     """The composed config of a `Phi3Config` dict."""
     fields = Fields(config, DEFAULTS)
+    if rope_parameters(config)["rope_type"] == "yarn":
+        raise ConfigError(
+            f"{fields.where}: rope_type = 'yarn' does not mean the same to all readers of phi3: transformers reads it "
+            "as 'longrope'; write 'longrope', with short_factor and long_factor"
+        )
     window = fields.optional_size("sliding_window")
     return decoder(fields, attention=lambda layer, common: {"window": window}, partial_rotary=True)
 

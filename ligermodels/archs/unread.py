@@ -39,6 +39,7 @@ HARMLESS = frozenset(
     linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max linear_dt_init_floor
     mamba_chunk_size num_logits_to_keep init_method
     chunk_size use_mamba_kernels mamba_ssm_cache_dtype time_step_max time_step_floor rescale_prenorm_residual
+    mamba_dt_max mamba_dt_init_floor
     moe_shared_expert_overlap mtp_layers_block_type mtp_hybrid_override_pattern mlp_expansion_factor
     """)
 )
@@ -88,7 +89,8 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         attn_output_gate output_gate_type mamba_ssm_dtype mamba_d_state mamba_d_conv ssm_state_size
         mamba_n_heads mamba_n_groups mamba_d_head mamba_expand mamba_conv_bias mamba_proj_bias time_step_limit
         attn_layer_indices z_loss_coefficient mamba_d_ssm mamba_rms_norm mamba_norm_before_gate projectors_bias
-        n_groups conv_kernel use_conv_bias mamba_num_heads mamba_head_dim time_step_min expand residual_in_fp32
+        n_groups conv_kernel use_conv_bias mamba_num_heads mamba_head_dim time_step_min mamba_dt_min
+        expand residual_in_fp32
         layer_norm_epsilon moe_latent_size moe_shared_expert_intermediate_size hybrid_override_pattern
         hidden_size_per_layer_input vocab_size_per_layer_input attention_k_eq_v use_double_wide_mlp global_head_dim
         num_global_key_value_heads top_k_experts laurel_rank
@@ -101,6 +103,8 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         hybrid_layer_pattern hybrid_block_size add_swa_attention_sink_bias add_full_attention_sink_bias
         intermediate_size_mlp moe_layers interleave_moe_layer_step floor_scale attn_scale
         embed_scale scale_emb scale_depth scale_embedding dim_model_base mup_enabled use_mup
+        moe_router_score_func swa_attention_sink_enabled swa_rope_parameters sliding_windows swiglu_limits
+        swiglu_limits_shared
         """),
         (),
     ),
@@ -136,6 +140,9 @@ DROPOUT = _names("""
     hidden_dropout_prob attention_probs_dropout_prob ffn_dropout embed_dropout embedding_dropout output_dropout
     """)
 """Probabilities of dropout: fields that change the computation in training only."""
+
+BY_LAYER = {"swiglu_limits", "swiglu_limits_shared", "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"}
+"""Fields of COMPUTATION with a list of one value per layer, of which 0 and null change nothing."""
 
 INACTIVE = {"sliding_window", "max_window_layers", "sliding_window_pattern"}
 """Fields without effect if `use_sliding_window` is false."""
@@ -182,6 +189,8 @@ def _matters(name: str, value: Any, config: Mapping[str, Any]) -> bool:
     """Whether field `name` of COMPUTATION changes the computation with this `value`."""
     if name == "layer_types":
         return not is_list_of(value, lambda layer_type: layer_type == "full_attention")
+    if name in BY_LAYER and is_list_of(value, lambda limit: not limit):
+        return False
     if name in INACTIVE and config.get("use_sliding_window") is False:
         return False
     if name == "hidden_activation" and value == config.get("hidden_act"):
