@@ -10,7 +10,7 @@ through `local`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
@@ -175,11 +175,26 @@ def reshard(module: ModuleLike) -> None:
     """Shard the parameters again that FSDP2 gathered for a forward pass without a backward pass.
 
     FSDP2 keeps the root's parameters gathered until the backward pass; until then `module.parameters()` returns the
-    gathered parameters.
+    gathered parameters, and another pass computes with them, also after a step of the optimizer.
     """
     for submodule in module.modules():
         if is_fsdp(submodule):
             cast(Any, submodule).reshard()
+
+
+def check_not_freed(parameters: Iterable[Tensor]) -> None:
+    """Raise InputError for a parameter of an optimizer that FSDP2 had gathered for a pass, and has freed since.
+
+    Such an optimizer was made between a forward pass and its backward pass. Its parameters never get a gradient.
+    """
+    for parameter in parameters:
+        own: Tensor = cast(Any, parameter)._local_tensor if is_dtensor(parameter) else parameter
+        if is_plain(own) and own.numel() and not own.is_meta and not own.untyped_storage().nbytes():
+            raise InputError(
+                "optimizer: was made after a forward pass without a backward pass, when FSDP2 had gathered parameters, "
+                f"and would not train the one of shape {tuple(own.shape)}; make it before that pass, or run the pass "
+                "under torch.no_grad()"
+            )
 
 
 def gathered(tensor: Tensor) -> Tensor:
@@ -189,7 +204,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 def is_fsdp(module: nn.Module) -> bool:
     """Whether FSDP2 shards this module: it has then gathered its parameters when its forward runs."""
-    return callable(getattr(module, "unshard", None))
+    return hasattr(type(module), "unshard")
 
 
 def is_sharded(module: ModuleLike) -> bool:

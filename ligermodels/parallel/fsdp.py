@@ -62,7 +62,7 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
     for root in roots:
         if not isinstance(root, FSDPModule):
             sharder.shard(root)
-            root.register_forward_pre_hook(gather_before_inference, prepend=True)  # before FSDP2's own
+            root.register_forward_pre_hook(_shard_before_pass, prepend=True)  # before FSDP2's own
             root.register_forward_hook(_reshard_without_backward, always_call=True)
 
 
@@ -189,6 +189,15 @@ def _no_deepcopy(_: Any) -> None:
         "copy.deepcopy: distributed modules are not copied; for a CausalLM that lm.parallelize has distributed, "
         "ligermodels.speculative.joint.frozen_copy(model) returns a frozen copy, distributed by the same plan"
     )
+
+
+def _shard_before_pass(module: nn.Module, *_: Any) -> None:
+    """Forward pre-hook of a root: each pass gathers the parameters as they are now.
+
+    Between an earlier pass, without a backward pass, and this one an optimizer may have changed the shards.
+    """
+    reshard(module)
+    gather_before_inference(module)
 
 
 def _reshard_without_backward(module: nn.Module, _: Any, output: Any) -> None:
