@@ -10,6 +10,7 @@ through `local`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol, TypeVar, cast
 
@@ -240,6 +241,7 @@ def call_gathered(module: nn.Module, function: Callable[..., Result], *args: Any
     """
     if not is_fsdp(module):
         return function(*args, **options)
+    start_at_root(module)
     gather_before_inference(module)
     if "_call" not in vars(module):
         from torch.distributed.fsdp import register_fsdp_forward_method  # a large import
@@ -251,6 +253,27 @@ def call_gathered(module: nn.Module, function: Callable[..., Result], *args: Any
     except BaseException:
         shard_after_error(module)
         raise
+
+
+def start_at_root(module: nn.Module) -> None:
+    """Before the first pass of a module that `set_root` knows, start FSDP2 at its root.
+
+    FSDP2 takes the first module that gathers parameters as the root, and raises an error when a module around it
+    follows: the base of draft heads may be called before the heads.
+    """
+    vars(module)["_has_started"] = True
+    root = vars(module).get("_root", lambda: None)()
+    if root is not None and not vars(root).get("_has_started"):
+        with torch.inference_mode(False), torch.no_grad():
+            call_gathered(root, lambda: None)
+            reshard(root)
+
+
+def set_root(root: nn.Module) -> None:
+    """Tell all modules in `root` that FSDP2 shards that it is their root: see `start_at_root`."""
+    for module in root.modules():
+        if module is not root and is_fsdp(module):
+            vars(module)["_root"] = weakref.ref(root)
 
 
 def shard_after_error(module: nn.Module) -> None:
