@@ -10,7 +10,8 @@ through `local`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
@@ -175,11 +176,26 @@ def reshard(module: ModuleLike) -> None:
     """Shard the parameters again that FSDP2 gathered for a forward pass without a backward pass.
 
     FSDP2 keeps the root's parameters gathered until the backward pass; until then `module.parameters()` returns the
-    gathered parameters.
+    gathered parameters, and another pass computes with them, also after a step of the optimizer.
     """
     for submodule in module.modules():
         if is_fsdp(submodule):
             cast(Any, submodule).reshard()
+
+
+def check_not_freed(parameters: Iterable[Tensor]) -> None:
+    """Raise InputError for a parameter of an optimizer that FSDP2 had gathered for a pass, and has freed since.
+
+    Such an optimizer was made between a forward pass and its backward pass. Its parameters never get a gradient.
+    """
+    for parameter in parameters:
+        own: Tensor = cast(Any, parameter)._local_tensor if is_dtensor(parameter) else parameter
+        if is_plain(own) and own.numel() and not own.is_meta and not own.untyped_storage().nbytes():
+            raise InputError(
+                "optimizer: was made after a forward pass without a backward pass, when FSDP2 had gathered parameters, "
+                f"and would not train the one of shape {tuple(own.shape)}; make it before that pass, or run the pass "
+                "under torch.no_grad()"
+            )
 
 
 def gathered(tensor: Tensor) -> Tensor:
@@ -189,7 +205,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 def is_fsdp(module: nn.Module) -> bool:
     """Whether FSDP2 shards this module: it has then gathered its parameters when its forward runs."""
-    return callable(getattr(module, "unshard", None))
+    return hasattr(type(module), "unshard")
 
 
 def is_sharded(module: ModuleLike) -> bool:
@@ -225,6 +241,7 @@ def call_gathered(module: nn.Module, function: Callable[..., Result], *args: Any
     """
     if not is_fsdp(module):
         return function(*args, **options)
+    start_at_root(module)
     gather_before_inference(module)
     if "_call" not in vars(module):
         from torch.distributed.fsdp import register_fsdp_forward_method  # a large import
@@ -236,6 +253,27 @@ def call_gathered(module: nn.Module, function: Callable[..., Result], *args: Any
     except BaseException:
         shard_after_error(module)
         raise
+
+
+def start_at_root(module: nn.Module) -> None:
+    """Before the first pass of a module that `set_root` knows, start FSDP2 at its root.
+
+    FSDP2 takes the first module that gathers parameters as the root, and raises an error when a module around it
+    follows: the base of draft heads may be called before the heads.
+    """
+    vars(module)["_has_started"] = True
+    root = vars(module).get("_root", lambda: None)()
+    if root is not None and not vars(root).get("_has_started"):
+        with torch.inference_mode(False), torch.no_grad():
+            call_gathered(root, lambda: None)
+            reshard(root)
+
+
+def set_root(root: nn.Module) -> None:
+    """Tell all modules in `root` that FSDP2 shards that it is their root: see `start_at_root`."""
+    for module in root.modules():
+        if module is not root and is_fsdp(module):
+            vars(module)["_root"] = weakref.ref(root)
 
 
 def shard_after_error(module: nn.Module) -> None:

@@ -286,6 +286,7 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, NativeModel, Refus
         )  # fmt: skip
         options |= {"return_entropy": return_entropy, "return_predicted": return_predicted}
         options |= {"return_log_kept_mass": True} if return_log_kept_mass else {}
+        reshard(self)  # as before `forward`: see `parallel.fsdp`
         return self._gathered(self._log_probs, inputs, return_logits, return_last_hidden_state, **options)
 
     def logits(self, last_hidden_state: Tensor) -> Tensor:

@@ -37,9 +37,10 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
     batches of all ranks. All ranks then call `forward`, `generate` and `save_pretrained` together.
 
     All ranks must pass the same values: each rank keeps its shard of its own copy. Replicas receive the values of the
-    first replica. Call `parallelize` after `add_lora` and before an optimizer is created. A part that is already
-    distributed, such as the base of a `MedusaModel`, is not changed. On one process without a process group, nothing is
-    sharded.
+    first replica. Call `parallelize` after `add_lora` and before an optimizer is created. Create the optimizer before a
+    forward pass with gradients, or after its backward pass: in between, FSDP2 has gathered some parameters, whose
+    copies would be trained in place of the shards. A part that is already distributed, such as the base of a
+    `MedusaModel`, is not changed. On one process without a process group, nothing is sharded.
 
     Args:
         model: a `CausalLM`, `MedusaModel` or any module that contains a `Decoder`, also on the meta device: then

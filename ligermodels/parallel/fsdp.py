@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import KeepsDtype, LMHead
 from ligermodels.layers.modules import modules_of
-from ligermodels.layers.sharding import gather_before_inference, reshard, shard_after_error
+from ligermodels.layers.sharding import gather_before_inference, reshard, set_root, shard_after_error, start_at_root
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import Decoder
 from ligermodels.ops.runtime.tensors import dtype_named
@@ -62,8 +62,9 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
     for root in roots:
         if not isinstance(root, FSDPModule):
             sharder.shard(root)
-            root.register_forward_pre_hook(gather_before_inference, prepend=True)  # before FSDP2's own
+            root.register_forward_pre_hook(_shard_before_pass, prepend=True)  # before FSDP2's own
             root.register_forward_hook(_reshard_without_backward, always_call=True)
+    set_root(model)
 
 
 def check_one_unit(model: nn.Module, degrees: Mapping[str, int], param_dtype: str | None) -> None:
@@ -189,6 +190,16 @@ def _no_deepcopy(_: Any) -> None:
         "copy.deepcopy: distributed modules are not copied; for a CausalLM that lm.parallelize has distributed, "
         "ligermodels.speculative.joint.frozen_copy(model) returns a frozen copy, distributed by the same plan"
     )
+
+
+def _shard_before_pass(module: nn.Module, *_: Any) -> None:
+    """Forward pre-hook of a root: each pass gathers the parameters as they are now.
+
+    Between an earlier pass, without a backward pass, and this one an optimizer may have changed the shards.
+    """
+    start_at_root(module)
+    reshard(module)
+    gather_before_inference(module)
 
 
 def _reshard_without_backward(module: nn.Module, _: Any, output: Any) -> None:

@@ -386,7 +386,8 @@ class MultiHeadModel(RefusesForeignNames, RefusesDropout):
                 f"{penalty}; give repetition_penalty=1.0 to decode without a penalty"
             )
         options = {**defaults, **options, "tree": tree, "max_new_tokens": max_new_tokens}
-        out = call_gathered(self, speculative_generate, self.base, self.drafter(tree), input_ids, **options)
+        # The drafter too: it may read the head's weight, and FSDP2 needs this module to be the first that gathers.
+        out = call_gathered(self, lambda: speculative_generate(self.base, self.drafter(tree), input_ids, **options))
         reshard(self)
         return out if return_stats else out.sequences
 

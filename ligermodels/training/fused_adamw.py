@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from ligermodels.arguments import check_number
 from ligermodels.convert.shards import is_dtensor, local_box
 from ligermodels.errors import InputError, short
+from ligermodels.layers.sharding import check_not_freed
 from ligermodels.ops.optimizer.adamw import adamw_numbers, adamw_step_in_memory
 from ligermodels.ops.optimizer.blockwise import Average
 from ligermodels.ops.optimizer.foreach_adamw import AdamWUpdate, foreach_adamw_step
@@ -140,7 +141,9 @@ class FusedAdamW(torch.optim.AdamW):
     @torch.compiler.disable(reason="its kernels are compiled; torch.compile would only trace parameter by parameter")
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient. `closure` computes the loss again; its result is returned."""
+        """Update every parameter that has a gradient. `closure` computes the loss again; its result is returned.
+
+        Raises InputError for parameters that FSDP2 had gathered when this optimizer was made."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -150,6 +153,8 @@ class FusedAdamW(torch.optim.AdamW):
             if parameter.grad is not None:
                 self.start_state(parameter, index)
                 updated[group].append((index, parameter))
+            else:
+                check_not_freed([parameter])
         for group, parameters in updated.items():
             self.update_parameters(parameters, self.param_groups[group])
         return loss

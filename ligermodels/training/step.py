@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ligermodels.arguments import check_number
 from ligermodels.data.batches import CountsTargets, on_device
 from ligermodels.errors import InputError
-from ligermodels.layers.sharding import gathered
+from ligermodels.layers.sharding import check_not_freed, gathered, reshard
 from ligermodels.ops.runtime.library import is_dtensor
 from ligermodels.parallel.ranks import DataRanks
 from ligermodels.training.reports import OutputMetrics
@@ -59,7 +59,8 @@ class EagerStep:
 
     Raises:
         InputError: with an optimizer that steps in the backward pass: `max_grad_norm`, or (when called) several
-            micro-batches. A `router_bias_update_rate` that is negative, or for routers without a selection bias.
+            micro-batches. An optimizer of parameters that FSDP2 had gathered when it was made. A
+            `router_bias_update_rate` that is negative, or for routers without a selection bias.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class EagerStep:
             biased_routers(self.module)
             if output_metrics is None:
                 raise InputError("router_bias_update_rate: needs output_metrics with tokens_per_expert")
+        reshard(self.module)
+        check_not_freed(parameter for group in optimizer.param_groups for parameter in group["params"])
         self.device, self.ranks = next(iter(model.parameters())).device, DataRanks.of(model)
         self.in_backward: bool = getattr(optimizer, "steps_in_backward", False)
         if self.in_backward and max_grad_norm is not None:
