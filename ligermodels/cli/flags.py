@@ -11,8 +11,9 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ligermodels.training.recipe import SHORT, TrainingRecipe
+from ligermodels.training.recipe import TrainingRecipe
 from ligermodels.training.renamed import flag
+from ligermodels.training.settings import SHORT
 
 
 def with_recipe_flags(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import difflib
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -37,14 +36,12 @@ from ligermodels.training.settings import (
     Names,
     PathName,
     TokenisingSettings,
+    check_known,
     check_weights,
     weights_of,
 )
 
 R = TypeVar("R", bound="TrainingRecipe")
-
-SHORT = {"learning_rate": "lr"}
-"""Setting -> second name of its flag, which is no name of a setting."""
 
 CONDITIONS: tuple[Condition, ...] = (
     (
@@ -372,12 +369,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
             True
         """
         settings, defaults = self.current_names(settings, source), self.defaults()
-        for key in settings:
-            if key not in defaults:
-                near = [name for name, short in SHORT.items() if short == key]
-                near += difflib.get_close_matches(str(key), defaults, n=1)
-                hint = f"the nearest is {near[0]!r}" if near else "the --help of the train command lists all"
-                raise ConfigError(f"{source}: there is no setting {key!r}; {hint}")
+        check_known(settings, defaults, source)
         new = {**dict(self), **settings}
         for key, value in settings.items():
             if isinstance(section := getattr(self, key), BaseModel) and isinstance(value, Mapping):

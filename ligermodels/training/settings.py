@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, Field
@@ -13,6 +14,20 @@ from ligermodels.arguments import Condition, without_effect
 from ligermodels.errors import ConfigError
 from ligermodels.training.import_path import absolute_import, short_import
 from ligermodels.training.locations import LOCAL, Located
+
+SHORT = {"learning_rate": "lr"}
+"""Setting -> second name of its flag, which is no name of a setting."""
+
+
+def check_known(names: Iterable[Any], known: Iterable[str], source: str) -> None:
+    """Raise ConfigError, which begins with `source` and names a similar setting, for a name that is not `known`."""
+    known = list(known)
+    for key in names:
+        if key not in known:
+            near = [name for name, short in SHORT.items() if short == key]
+            near += difflib.get_close_matches(str(key), known, n=1)
+            hint = f"the nearest is {near[0]!r}" if near else "the --help of the train command lists all"
+            raise ConfigError(f"{source}: there is no setting {key!r}; {hint}")
 
 
 def with_effect(
