@@ -183,6 +183,12 @@ def reshard(module: ModuleLike) -> None:
             cast(Any, submodule).reshard()
 
 
+def reshard_before_pass(module: nn.Module) -> None:
+    """`reshard` before a pass of a root of FSDP2 that does not begin with its `forward`; nothing for other modules."""
+    if is_fsdp(module):
+        reshard(module)
+
+
 def check_not_freed(parameters: Iterable[Tensor]) -> None:
     """Raise InputError for a parameter of an optimizer that FSDP2 had gathered for a pass, and has freed since.
 

@@ -17,7 +17,7 @@ from ligermodels.layers import LMHead, Targets, TreeTokens
 from ligermodels.layers.checkpointing import ActivationCheckpointing
 from ligermodels.layers.initialization import fill_meta_buffers, initialize
 from ligermodels.layers.lm_head import HeadLoss, as_head_loss, check_log_prob_options, check_loss_options, given_options
-from ligermodels.layers.sharding import TensorSharding, call_gathered, reshard
+from ligermodels.layers.sharding import TensorSharding, call_gathered, reshard, reshard_before_pass
 from ligermodels.layers.targets import count_targets
 from ligermodels.layers.tokens import TokenLayout, token_layout
 from ligermodels.models.decoder import Decoder, DecoderConfig, RefusesDropout
@@ -286,7 +286,7 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, NativeModel, Refus
         )  # fmt: skip
         options |= {"return_entropy": return_entropy, "return_predicted": return_predicted}
         options |= {"return_log_kept_mass": True} if return_log_kept_mass else {}
-        reshard(self)  # as before `forward`: see `parallel.fsdp`
+        reshard_before_pass(self)
         return self._gathered(self._log_probs, inputs, return_logits, return_last_hidden_state, **options)
 
     def logits(self, last_hidden_state: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from ligermodels.errors import InputError, short
 from ligermodels.layers import HeadLoss, Targets
 from ligermodels.layers.lm_head import given_options
 from ligermodels.layers.quantized import check_unquantized
-from ligermodels.layers.sharding import call_gathered, is_sharded, reshard
+from ligermodels.layers.sharding import call_gathered, is_sharded, reshard_before_pass
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import RefusesDropout
 from ligermodels.models.reference_kl import divergence
@@ -174,7 +174,7 @@ class JointMedusa(RefusesDropout):
             "inputs_embeds": inputs_embeds,
         }
         loss = partial(_joint_loss, self.medusa, self._reference[0])
-        reshard(self.medusa)
+        reshard_before_pass(self.medusa)
         return call_gathered(self.medusa, loss, heads_loss_weight, inputs, **loss_options)
 
     def num_targets(

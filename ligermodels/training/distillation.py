@@ -13,7 +13,7 @@ from ligermodels.convert import hub
 from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import IGNORE_INDEX, LMHead, Targets
-from ligermodels.layers.sharding import call_gathered, reshard
+from ligermodels.layers.sharding import call_gathered, reshard_before_pass
 from ligermodels.losses.distillation import generalized_jsd_loss
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.passes import DecoderResult, ModelInputs, run_decoder
@@ -76,7 +76,7 @@ class DistillationModel(ObjectiveModel):
         every_token = not (self.model.decoder.narrows and self.teacher.decoder.narrows)
         with torch.no_grad():
             taught = run_decoder(self.teacher, inputs, every_token)
-        reshard(self.model)
+        reshard_before_pass(self.model)
         total, count, routers = call_gathered(self.model, self._divergence, inputs, taught, every_token)
         return ObjectiveOutput.of(self.model, total / num_items_in_batch, count / num_items_in_batch, routers)
 
