@@ -106,8 +106,8 @@ def _in_torch(
     if q.is_cpu and q.shape[0] and not (is_fake(q) or torch.compiler.is_compiling()):
         lengths = cache_seqlens.tolist()
         end = max(lengths) + q.shape[1]
-        sees_itself = tree_mask is None or bool(tree_mask.all())
-        if q.shape[1] == 1 and min(lengths) == max(lengths) and sees_itself:
+        is_last = q.shape[1] == 1 and (tree_mask is None or bool(tree_mask.all()))  # one token, which sees itself
+        if is_last and min(lengths) == max(lengths):
             seen = slice(0 if window is None else max(0, end - window), end)
             return _attend_to_all(q, k_cache[:, seen], v_cache[:, seen], **options)
         k_cache, v_cache = k_cache[:, :end], v_cache[:, :end]
