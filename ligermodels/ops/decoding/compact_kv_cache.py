@@ -36,9 +36,16 @@ def compact_kv_cache(stored: Tensor, slots: Tensor) -> None:
 
 def compact_kv_cache_reference(stored: Tensor, slots: Tensor) -> None:
     """The specification of `compact_kv_cache`, in plain torch."""
-    target, size = slots[:, :1] + torch.arange(slots.shape[1], device=slots.device), stored.shape[-2]
-    row, place = ((slots >= 0) & (slots < size) & (target >= 0) & (target < size)).nonzero(as_tuple=True)
-    stored[..., row, target[row, place], :] = stored[..., row, slots[row, place], :]  # indexing copies first
+    if not (slots.numel() and stored.numel()):
+        return
+    row, place = (torch.arange(size, device=slots.device) for size in slots.shape)
+    target, last = slots[:, :1] + place, stored.shape[-2] - 1
+    moved = (slots >= 0) & (slots <= last) & (target >= 0) & (target <= last)
+    # Without a wait for the device: a slot that is not moved repeats a move of its row, or stays where there is none.
+    place = torch.where(moved, place, moved.int().argmax(1, keepdim=True))
+    target = target.gather(1, place).clamp(0, last)
+    source = torch.where(moved.any(1, keepdim=True), slots.gather(1, place).clamp(0, last), target)
+    stored[..., row[:, None], target, :] = stored[..., row[:, None], source, :]  # indexing copies first
 
 
 @kernel
