@@ -130,8 +130,8 @@ def without_effect(
 
 
 def no_effect(name: str, reason: str) -> str:
-    """The message about a setting without effect: its `reason`, and what to do."""
-    return f"{name}: {reason}{', or' if '; give ' in reason else ';'} leave it out"
+    """The message about a setting without effect: its `reason`, which may say what to give too, and what to do."""
+    return f"{name}: {reason}; otherwise leave it out"
 
 
 def check_effect(conditions: Sequence[Condition], values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:

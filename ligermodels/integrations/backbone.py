@@ -20,7 +20,7 @@ from ligermodels.integrations.conditions import (
     runs_natively,
     text_config,
 )
-from ligermodels.integrations.decoder import AddedFeatures, check_batch_invariant, split_positions
+from ligermodels.integrations.decoder import AddedFeatures, refuse_batch_invariance, split_positions
 from ligermodels.integrations.inputs import (
     Inputs,
     Padding,
@@ -81,7 +81,7 @@ def backbone_forward(
         InputError: an argument has a wrong type, dtype or shape.
         BackendError: under `ops.set_batch_invariant`.
     """
-    check_batch_invariant()
+    refuse_batch_invariance()
     inputs: Inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
     extras = {name: kwargs.pop(name, None) for name in EXTRAS}
     _check(backbone, inputs, attention_mask, past_key_values, extras["cu_seq_lens_q"])

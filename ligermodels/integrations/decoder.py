@@ -17,7 +17,7 @@ from ligermodels.models.decoder import Decoder, DecoderConfig
 from ligermodels.ops import refuse_batch_invariant
 
 
-def check_batch_invariant() -> None:
+def refuse_batch_invariance() -> None:
     """BackendError under `ops.set_batch_invariant`: linear layers are torch's here."""
     refuse_batch_invariant("a model of transformers", "load the checkpoint by lm.from_pretrained")
 
@@ -112,7 +112,7 @@ class HFDecoder(OnModules, Decoder):
     def forward(self, input_ids: Tensor | None = None, **inputs: Any) -> Tensor:
         """See `Decoder.forward`. The positions may also be times, heights and widths of tokens, (3, B, T), or with the
         positions before them (4, B, T). BackendError under `ops.set_batch_invariant`."""
-        check_batch_invariant()
+        refuse_batch_invariance()
         tokens: Any = inputs["inputs_embeds"] if input_ids is None else input_ids
         if any(rope.frequencies.device != tokens.device for rope in cast(Iterable[RotaryEmbedding], self.ropes)):
             self.ropes.to_empty(device=tokens.device)  # and computes the frequencies anew

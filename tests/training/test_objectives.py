@@ -360,7 +360,10 @@ def test_settings_that_a_loss_of_a_user_does_not_take(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"objective": "orpo", "simpo_gamma": 1.0}, "simpo_gamma: is a setting of the objective simpo; leave it out"),
+        (
+            {"objective": "orpo", "simpo_gamma": 1.0},
+            "simpo_gamma: is a setting of the objective simpo; otherwise leave it out",
+        ),
         ({"beta": 0.1}, "beta: is a setting of the objectives dpo, ipo, "),
         ({"objective": "dpo", "loss_type": "sigmoidal"}, "loss_type must be one of sigmoid, "),
         ({"objective": "dpo", "discopop_tau": 0.1}, "loss_type 'sigmoid' has no discopop_tau"),

@@ -514,7 +514,7 @@ def test_several_rewards(base: Path, rewards: str, tmp_path: Path) -> None:
         ({"streaming": True}, "streaming: is for texts and chats"),
         ({"packing_strategy": "bfd"}, "packing_strategy: is for texts and chats"),
         ({"teacher": "model"}, "teacher: is a setting of the objective distill"),
-        ({"use_bias_correction_kl": False}, "use_bias_correction_kl: .* reference; give beta, or leave it out$"),
+        ({"use_bias_correction_kl": False}, "use_bias_correction_kl: .* reference; give beta; otherwise leave it out$"),
         (
             {"sampling_quantize": "int4", "lora_rank": 2, "quantize": "int4"},
             "sampling_quantize: is for plain weights, and `quantize` keeps them quantised",

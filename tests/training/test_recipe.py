@@ -103,7 +103,7 @@ WRONG = {
     "optimizer: adafactor\nbeta1: 0.8": "beta1: is a setting of AdamW",
     "optimizer: adafactor\nbeta2: 0.99": "beta2: is a setting of AdamW",
     "optimizer: adafactor\nrounding: nearest": "rounding: is a setting of AdamW",
-    "validation_fraction: 0\nevaluate_every: 5": "evaluate_every: needs a validation split, and .* is 0; leave it out",
+    "validation_fraction: 0\nevaluate_every: 5": "evaluate_every: needs a validation split, .* otherwise leave it out",
     "validation_fraction: 0\nvalidation_tokens: 5": "validation_tokens: needs a validation split",
     "steps: 5\nepochs: 2": "epochs: has no effect beside steps",
     "checkpoint_every: null\nkeep_checkpoints: 3": "keep_checkpoints: has no effect where checkpoint_every is null",

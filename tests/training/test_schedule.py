@@ -147,7 +147,7 @@ def test_a_stopped_run_decays_earlier_than_it_was_to(base: Path, data: Path, tmp
 
 def test_settings_that_have_no_effect_are_refused() -> None:
     for settings, message in (
-        ({"decay_steps": 5}, "decay_steps: is for the schedule wsd; leave it out"),
+        ({"decay_steps": 5}, "decay_steps: is for the schedule wsd; otherwise leave it out"),
         ({"decay_type": "cosine"}, "decay_type: is for the schedule wsd"),
         ({"num_cycles": 3}, "num_cycles: is for the schedule cosine_with_restarts"),
         ({"schedule": "constant", "min_lr_ratio": 0.5}, "min_lr_ratio: is for schedules that fall to it"),
