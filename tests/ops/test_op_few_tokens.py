@@ -120,7 +120,7 @@ def test_programs_take_several_tiles(kernels_device: torch.device, kind: Any, mo
     experts.experts = torch.tensor([[1]] * 10 + [[4], [0]], device=kernels_device)
     wanted = experts.mix(OPTIONS[1])
     torch.testing.assert_close(wanted.double(), experts.plain(OPTIONS[1], torch.float64), rtol=2e-2, atol=2e-2)
-    monkeypatch.setattr(expert_rows, "PROGRAMS", 7)
+    monkeypatch.setattr(expert_rows, "WARPS", 7)
     monkeypatch.setattr(expert_rows, "num_sms", lambda device: 1)
     assert torch.equal(experts.mix(OPTIONS[1]), wanted)
 

@@ -24,8 +24,8 @@ MEAN_ROWS = 16
 """Most rows per expert of a model: above, weights are read several times."""
 FEW_MEAN_ROWS = 4
 """Up to this number of rows per expert, tiles have 8 rows: few experts have more, which read their weights twice."""
-PROGRAMS = 16
-"""Programs per multiprocessor, if there is work for more: they take several tiles, and find their rows once."""
+WARPS = 32
+"""Warps per multiprocessor, if there is work for more: programs take several tiles, and find their rows once."""
 
 
 def expert_rows_refuse(x: Tensor, rows: int, num_experts: int, *weights: Tensor) -> str | None:
@@ -90,13 +90,13 @@ def _expert_rows(
     four_bits = weight.dtype == torch.uint8
     codes, scales, native = native_operands(weight.contiguous(), contiguous(scales))
     block = 8 if tokens <= 8 or FEW_MEAN_ROWS * num_experts >= R else 16
-    tile = tile_of(weight.element_size(), four_bits, tokens, block, K)
+    tile = _tile(four_bits, tokens, K)
     step = tile.parts * tile.step
     code_bytes = step * tile.channels * codes.element_size() // (2 if four_bits else 1)
     stages = pipeline_stages(x.device, tile.stages, code_bytes + step * block * x.element_size())
     by_expert = num_experts < R and tokens > 1
     places, tiles = num_experts if by_expert else R, -(-M // tile.channels)
-    programs = -(-tiles // max(places * tiles // (PROGRAMS * num_sms(x.device)), 1))
+    programs = -(-tiles // max(places * tiles // (WARPS // tile.warps * num_sms(x.device)), 1))
     _expert_rows_kernel[(places * programs,)](
         x, x.stride(0), experts.contiguous(), codes, scales, contiguous(bias),
         *glu_numbers(gate_multiplier, down_multiplier, limit, up_offset), y, R, M, K, num_groups(K), -(-K // step),
@@ -107,23 +107,12 @@ def _expert_rows(
     return y
 
 
-def tile_of(itemsize: int, four_bits: bool, tokens: int, block: int, inputs: int) -> Tile:
-    """The tile of a product, as in `few_rows`, except for the parts: short rows are divided among fewer parts, so that
-    no part is empty. Quantised weights of several tokens too, so that more programs fit into shared memory, and hide
-    the conversion of codes.
-
-    Args:
-        itemsize: bytes of a code, or of an element of a plain weight.
-        four_bits: whether a code has four bits.
-        tokens: number of tokens.
-        block: rows of a tile.
-        inputs: length of a row.
-    """
-    short = inputs <= 8 * GROUP
-    if block > 8:
-        return Tile(32, 4, 2 if short else 4, GROUP, 3 if four_bits else 4)
-    parts = 2 if short or (tokens > 1 and itemsize == 1) else 4
-    return Tile(16, 2 if four_bits else parts, parts, GROUP, 4)
+def _tile(four_bits: bool, tokens: int, inputs: int) -> Tile:
+    """Tuned on an H200. The conversion of codes of four bits binds the kernel, and takes the fewest instructions where
+    one warp has many channels; one token has too few tiles for that. Short rows are divided among fewer parts."""
+    if not four_bits:
+        return Tile(32, 2, 2, GROUP, 4)
+    return Tile(32, 1, 1, GROUP, 4) if tokens > 1 else Tile(16, 2, 2 if inputs <= 8 * GROUP else 4, GROUP, 4)
 
 
 @kernel
@@ -146,15 +135,14 @@ def _expert_rows_kernel(
     else:
         number = tl.arange(0, BLOCK_R)
         own = tl.load(experts + number, mask=number < R, other=-1).to(tl.int32) == expert
-        rank = tl.cumsum(own.to(tl.int32), 0) - 1
+        until = tl.cumsum(own.to(tl.int32), 0)  # the expert's rows up to each row
         count = tl.sum(own.to(tl.int32), 0)
         if not BY_EXPERT:
             count = tl.where(tl.min(tl.where(own, number, BLOCK_R), 0) == place, count, 0)
     for start in range(0, count, BLOCK_M):
         row, there = m + place, start + m < count
         if not ONE:
-            chosen = own[None, :] & (rank[None, :] == (start + m)[:, None])
-            row = tl.sum(tl.where(chosen, number[None, :], 0), 1)
+            row = tl.sum((until[None, :] <= (start + m)[:, None]).to(tl.int32), 1)  # BLOCK_R if there is none
         rows = (row // copies).to(tl.int64) * x_row
         for first in range(tl.program_id(0) % programs * BLOCK_N, N, programs * BLOCK_N):
             channel = expert.to(tl.int64) * N + tl.minimum(first + tl.arange(0, BLOCK_N), N - 1)
