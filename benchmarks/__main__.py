@@ -11,6 +11,7 @@ import sys
 ROOMS = {
     "cases": (
         "ops", "attention", "delta", "training", "command_line", "medusa", "draft", "decoding", "quantized_decoding",
+        "expert_decoding",
         "cpu_decoding", "float8_block", "float8_scaled_mm", "float8_loss", "needed_tokens", "loading", "demo",
         "compare", "mixtures", "parallel", "resume", "grpo", "batch_invariant", "weight_update", "all",
     ),
