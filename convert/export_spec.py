@@ -38,6 +38,7 @@ class ExportSpec:
         generation_config: content of generation_config.json, or None to write no such file.
         default_theta: rotary base of a config that names none, or a dict as in `rope_settings.rope_parameters`.
         files: name -> path of files to copy, such as the tokenizer's files.
+        code: name -> path of Python modules that `auto_map` of `hf_config` names, to copy.
         attribute_map: field name in transformers 4 -> name in transformers 5, or None to drop the field.
         added_fields: fields that exports of a language model add to a config.json without them, or with an empty value:
             `architectures`, and fields that servers need.
@@ -61,6 +62,7 @@ class ExportSpec:
     generation_config: dict[str, Any] | None = None
     default_theta: float | Mapping[str, Any] = 10_000.0
     files: Mapping[str, Path] = field(default_factory=dict)
+    code: Mapping[str, Path] = field(default_factory=dict)
     attribute_map: Mapping[str, str | None] = field(default_factory=dict)
     added_fields: Mapping[str, Any] = field(default_factory=dict)
     head_fields: Mapping[str, int | None] = field(default_factory=dict)
@@ -99,7 +101,7 @@ class ExportSpec:
         dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
         ranks, source = Ranks(state.values()), None if keep == "model" else self.source
         tensors = (self.weight_map if source is None else self.whole_map).export(state)
-        files = dict(self.files)
+        files = {**self.code, **self.files}
         with ExitStack() as opened:
             if source is not None:
                 names = [name for name in source.extra if keep == "all" or name not in source.heads]

@@ -24,11 +24,13 @@ from huggingface_hub.errors import (
 from ligermodels.convert.files import (
     ADAPTER,
     ADAPTER_CONFIG,
+    CODE_CONFIGS,
     COMPANIONS,
     INDEX,
     NAMED_TEMPLATES,
     PROCESSORS,
     SINGLE,
+    code_of,
     read_index,
 )
 from ligermodels.convert.input_files import as_path, shown
@@ -159,6 +161,10 @@ def _fetch(name: str, revision: str | None, weights: bool, options: dict[str, An
     folder = snapshot(name, revision, (*COMPANIONS, *PROCESSORS), options, patterns=[NAMED_TEMPLATES])
     commit = folder.name  # used from here on, so that all files are of one commit
     _require(name, commit, "config.json", options)
+    asked = set[str]()
+    while more := set(code_of(folder, CODE_CONFIGS)) - asked:  # a module may import further ones
+        snapshot(name, commit, more, options)
+        asked |= more
     if weights:
         snapshot(name, commit, (SINGLE, INDEX), options)
         # As in transformers: a single file wins over an index.

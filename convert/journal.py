@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
-from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, CHAT_TEMPLATES, INDEX, SINGLE, matching
+from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, CHAT_TEMPLATES, INDEX, SINGLE, indexed_shards, matching
 from ligermodels.convert.input_files import read_json_object, shown
 from ligermodels.convert.json_values import is_file_name, is_list_of
 from ligermodels.convert.locks import POLL, Locked, locked
@@ -49,13 +49,15 @@ def replace_files(folder: Path, temporary: Path, replaced: Collection[str]) -> N
     Args:
         folder: folder of a checkpoint.
         temporary: folder within `folder` with the new files.
-        replaced: patterns of the names of old files to remove.
+        replaced: patterns of the names of old files to remove. With an index, the shards that it names are removed too:
+            under any names, programs that read all safetensors of a folder would take them for the new weights.
 
     Raises:
         OSError: a move failed. All moves have been undone, unless undoing failed too; then `settle` finishes them.
     """
     new = [path.name for path in temporary.iterdir()]
-    old = [path.name for path in folder.iterdir() if path.name in new or matching(path.name, replaced)]
+    gone = {*new, *(indexed_shards(folder) if matching(INDEX, replaced) else ())}
+    old = [path.name for path in folder.iterdir() if path.name in gone or matching(path.name, replaced)]
     if folders := [name for name in old if (folder / name).is_dir() and name != CHAT_TEMPLATES]:
         raise OSError(f"{folders[0]} is a folder there")
     (temporary / OLD).mkdir()

@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from ligermodels.convert.config_json import read_json
-from ligermodels.convert.files import PROCESSORS, tokenizer_files
+from ligermodels.convert.files import CODE_CONFIGS, PROCESSORS, code_of, tokenizer_files
 from ligermodels.convert.input_files import is_present
 from ligermodels.convert.more_rows import MULTIPLE, config_for, write_more_rows, zero_rows
 from ligermodels.data import fingerprint
@@ -71,8 +71,9 @@ def with_tokens(
         if weights is not None:
             size = new_size if new_size > vocab_size else size
             write_more_rows(weights, target, used=used, size=size, vocab_size=vocab_size)
-        for name in (GENERATION, *PROCESSORS):
-            if is_present(config.parent / name, CheckpointError):
+        for name in (GENERATION, *PROCESSORS, *code_of(config.parent, CODE_CONFIGS)):
+            # The tokenizer's modules are there already.
+            if is_present(config.parent / name, CheckpointError) and not (target / name).exists():
                 (target / name).symlink_to((config.parent / name).resolve())
 
     key = json.dumps([str(config.parent.absolute()), files, list(tokens), multiple])

@@ -228,6 +228,7 @@ def export_spec(
         added_fields={"architectures": [family.causal_lm], **family.added_fields},
         head_fields={**dict.fromkeys(MEDUSA_COUNTS), **dict.fromkeys(family.mtp.fields, 0)},
         files=companions.tokenizer,
+        code=companions.code,
     )
 
 

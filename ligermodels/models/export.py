@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,11 +14,11 @@ from ligermodels.convert.export_spec import ExportSpec, Keep
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.safetensors_writer import parse_size
 from ligermodels.convert.weight_map import FLOATS, in_buckets
-from ligermodels.errors import ConfigError, ConfigWarning, InputError, short
+from ligermodels.errors import ConfigError, InputError, short
 from ligermodels.layers.initialization import persistent_tensors, skip_init
 from ligermodels.layers.linear_parts import check_exportable
 from ligermodels.models.differences import first_difference, module_difference
-from ligermodels.models.families import family_of
+from ligermodels.models.families import composed
 from ligermodels.models.state_dict import export_state_dict, layout_in_memory, load_state_dict
 
 if TYPE_CHECKING:
@@ -45,13 +44,11 @@ class ExportMixin(nn.Module):
 
         check_exportable(self)
         spec = self.require_export_spec()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConfigWarning)  # they were shown when the model was made
-            composed = family_of(spec.hf_config).decoder_config(spec.hf_config)
-        difference = first_difference(self.config, composed, "config")
+        config = composed(spec.hf_config)
+        difference = first_difference(self.config, config, "config")
         if difference is None:
             with torch.device("meta"), skip_init():
-                difference = module_difference(self, CausalLM(composed, spec))
+                difference = module_difference(self, CausalLM(config, spec))
         if difference is not None:
             where, ours, theirs = difference
             raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -168,6 +169,13 @@ def family_of(config: Mapping[str, Any]) -> Family:
             "--import or an entry point names"
         )
     return FAMILIES[model_type]
+
+
+def composed(config: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a Hugging Face config composes to, without the warnings, which were shown when it was read."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConfigWarning)
+        return family_of(config).decoder_config(config)
 
 
 def warn_of_other_family(config: Mapping[str, Any]) -> None:

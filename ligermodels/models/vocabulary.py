@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ligermodels.models.families import composed
 from ligermodels.models.untie import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
@@ -37,8 +38,12 @@ def grow_vocabulary(model: CausalLM, size: int) -> None:
             made[id(old)] = nn.Parameter(torch.cat([old.detach(), rows]), requires_grad=old.requires_grad)
         owner, _, own = name.rpartition(".")
         setattr(model.get_submodule(owner), own, made[id(old)])
-    model.decoder.embed.num_embeddings = model.head.out_features = size
-    model.config = model.decoder.config = replace(model.config, vocab_size=size)
+    padding_idx = model.config.padding_idx
     if model.export_spec is not None:
         spec = model.export_spec  # the config of a whole checkpoint takes changed fields when it is written
         model.export_spec = replace(spec, hf_config={**spec.hf_config, SIZE: size})
+        # A pad token that had no row may have one now, and a negative id counts from the new end.
+        padding_idx = composed(model.export_spec.hf_config).padding_idx
+    embed = model.decoder.embed
+    embed.num_embeddings, embed.padding_idx, model.head.out_features = size, padding_idx, size
+    model.config = model.decoder.config = replace(model.config, vocab_size=size, padding_idx=padding_idx)

@@ -34,11 +34,11 @@ LAYER_FIELDS = (
     "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "initializer_range",
     "rope_theta", "rope_scaling", "rope_parameters", "attention_bias", "mlp_bias", "sliding_window",
     "use_sliding_window", "tie_word_embeddings", "partial_rotary_factor", "rotary_dim", "rope_interleave",
-    "rope_interleaved", "position_embedding_type",
+    "rope_interleaved", "position_embedding_type", "logit_scale",
 )  # fmt: skip
-"""Fields of a flat config.json that describe the layers of a head. Values of the last five that change how positions
-are rotated are an error: a layer of Llama's or Qwen3's kind rotates whole heads, and pairs a channel with the one half
-a head away."""
+"""Fields of a flat config.json that describe the layers of a head. Values of the last six that change the computation
+are an error: a layer of Llama's or Qwen3's kind rotates whole heads, and pairs a channel with the one half a head away;
+and a head does not scale its logits, which vLLM does."""
 GEMMA4_FIELDS = (
     "hidden_activation", "global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "enable_moe_block",
     "hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp", "final_logit_softcapping",

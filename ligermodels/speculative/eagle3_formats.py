@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from ligermodels.arguments import EAGLE_FLAGS, MOST_HEADS, check_count, check_number
-from ligermodels.convert.json_values import is_int, object_field
+from ligermodels.convert.json_values import as_object, is_int, is_list_of, object_field
 from ligermodels.convert.mappings import rename
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import ConfigError, ConfigWarning, InputError, short, warn_caller
@@ -34,6 +34,8 @@ from ligermodels.speculative.draft_files import (
 from ligermodels.speculative.eagle3_head import Eagle3Config
 
 BOUNDARIES = "eagle_aux_hidden_state_layer_ids"
+AUX_STATES = "use_aux_hidden_state"
+"""Field of SpecForge's `eagle_config`: whether the head reads states of several layers, as heads here do."""
 LAYER_IDS, STEPS_FIELD, DECAY_FIELD = "target_layer_ids", "ttt_length", "step_loss_decay"
 """Fields of DeepSpec: ids of layers, steps of training, and the decay of their weights."""
 
@@ -67,7 +69,7 @@ def _specforge(config: Eagle3Config, target: Target, num_steps: int, decay: floa
         "target_hidden_size": config.target_hidden_size,
         **{flag: getattr(config, flag) for flag in EAGLE_FLAGS},
         BOUNDARIES: list(config.boundaries),
-        "eagle_config": {BOUNDARIES: list(layer_ids_of(config.boundaries)), "use_aux_hidden_state": True},
+        "eagle_config": {BOUNDARIES: list(layer_ids_of(config.boundaries)), AUX_STATES: True},
         "tie_word_embeddings": False,
     }
 
@@ -161,9 +163,12 @@ def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> Eagle3Confi
         raise ConfigError(f"speculators_model_type: must be 'eagle3', got {short(kind)}")
     if flat and draft_type(stored) != EAGLE_TYPE:
         raise ConfigError("architectures: names no EAGLE-3 head, such as 'LlamaForCausalLMEagle3'")
+    if as_object(stored.get("eagle_config")).get(AUX_STATES) is False:
+        raise ConfigError(f"eagle_config.{AUX_STATES}: false, a head of the last layer's states, is not implemented")
     whole = dict(stored if flat else object_field(stored, "transformer_layer_config"))
     layer = {name: value for name, value in whole.items() if name in LAYER_FIELDS or not flat}
     layer.pop("architectures", None)  # of the head
+    layer |= _types(whole)
     flags = {flag: stored[flag] for flag in EAGLE_FLAGS if stored.get(flag) is not None}
     if not flat and "norm_before_residual" not in stored:
         warn_caller(
@@ -180,10 +185,16 @@ def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> Eagle3Confi
     )
 
 
+def _types(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """`layer_types` of a head's config, if they are not all full attention. Flat configs may have the whole model's."""
+    types = stored.get("layer_types")
+    is_full = types is None or is_list_of(types, lambda name: name == "full_attention")
+    return {} if is_full else {"layer_types": types}
+
+
 def stored_boundaries(stored: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The boundaries that each field of config.json names, by the field; in the order in which vLLM reads them."""
-    nested = stored.get("eagle_config")
-    nested = nested if isinstance(nested, Mapping) else {}
+    nested = as_object(stored.get("eagle_config"))
     fields = (
         (BOUNDARIES, stored.get(BOUNDARIES), tuple),
         (LAYER_IDS, stored.get(LAYER_IDS), boundaries_of),

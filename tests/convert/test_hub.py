@@ -65,7 +65,18 @@ NEVER = {
         "modeling_custom.py",
     )
 }
+CODE = {
+    "config.json": b'{"auto_map": {"AutoConfig": "configuration_x.X", "AutoModel": "owner/name--modeling_custom.X"}}',
+    "tokenizer_config.json": b'{"auto_map": {"AutoTokenizer": ["tokenization_x.X", null]}}',
+    "tiktoken.model": b"IQ== 0",
+    "configuration_x.py": b"from .parts_x import X",
+    "parts_x.py": b"from .more_x import X",
+    "more_x.py": b"from .configuration_x import X",
+    "tokenization_x.py": b"from .missing_x import X",
+}
+"""Files of a model and a tokenizer with code, which their checkpoint keeps; it is never imported."""
 REPOS: dict[str, dict[str, bytes]] = {
+    "some/code": {**CODE, **SINGLE, **NEVER},
     "some/single": {**SMALL, **SINGLE, **NEVER},
     "some/sharded": {**SMALL, **INDEX, **SHARDS, **NEVER},
     "some/both": {**SMALL, **SINGLE, **INDEX, **SHARDS},
@@ -117,6 +128,7 @@ def test_only_what_is_needed_is_fetched_and_then_found_offline(hub: Hub, tmp_pat
         "some/single": {**SMALL, **SINGLE},
         "some/sharded": {**SMALL, **INDEX, **SHARDS},
         "some/both": {**SMALL, **INDEX, **SINGLE},  # As transformers does.
+        "some/code": {**CODE, **SINGLE},
     }
     calls = [{"name_or_path": repo} for repo in wanted]
     first = resolve(hub, tmp_path, *calls)

@@ -83,13 +83,14 @@ def test_heads_on_cohere_2(kind: str, profile: str, options: dict[str, Any], tmp
         ("position_embedding_type", "rope_gptj"),
         ("partial_rotary_factor", 0.5),
         ("rotary_dim", 4),
+        ("logit_scale", 0.5),
     ],
 )
 @pytest.mark.parametrize(("kind", "profile", "options"), [FORMATS[i] for i in (0, 1, 4, 5, 6)])
-def test_other_rotations_are_refused(
+def test_other_computations_are_refused(
     kind: str, profile: str, options: dict[str, Any], field: str, value: Any, tmp_path: Path
 ) -> None:
-    """The layers of such heads cannot have them: servers would rotate whole halves."""
+    """The layers of such heads cannot have them: servers would rotate whole halves, or scale the logits."""
     base = lm.from_config(CONFIGS["cohere2"])
     export_named(MODELS[kind].from_base(base, **options), tmp_path, profile, "base")
     path = tmp_path / "config.json"
@@ -98,7 +99,7 @@ def test_other_rotations_are_refused(
     path.write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=field):
         MODELS[kind].from_pretrained(base, tmp_path)
-    neutral = {"partial_rotary_factor": 1.0, "position_embedding_type": "rope"}.get(field, False)
+    neutral = {"partial_rotary_factor": 1.0, "position_embedding_type": "rope", "logit_scale": 1.0}.get(field, False)
     config.get("transformer_layer_config", config)[field] = neutral
     path.write_text(json.dumps(config))
     MODELS[kind].from_pretrained(base, tmp_path)

@@ -1,7 +1,9 @@
 """Arguments of draft heads, in Python and in their files: each has its effect, or is an error that names it."""
 
 import json
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -315,6 +317,24 @@ def test_bad_values_in_files_name_the_folder_and_the_field(base: lm.CausalLM, ca
     with pytest.raises(ConfigError) as raised:
         type(heads).from_pretrained(base, tmp_path)
     assert str(raised.value).startswith(f"{tmp_path}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layer_types": ["sliding_attention"]}, "layer_types = ['sliding_attention'] is not implemented"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state: false"),
+        ({"layer_types": ["full_attention"] * 36, "eagle_config": {"use_aux_hidden_state": True}}, None),
+    ],
+)
+def test_fields_of_specforge_that_change_a_head(
+    base: lm.CausalLM, fields: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    lm.Eagle3Model.from_base(base).export(tmp_path, profile="specforge")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(ConfigError, match=re.escape(message)) if message else nullcontext():
+        lm.Eagle3Model.from_pretrained(base, tmp_path)
 
 
 @pytest.mark.parametrize("formats", [eagle3_formats, block_formats])
