@@ -106,7 +106,9 @@ class SourceCheckpoint:
         try:
             files = opened.enter_context(Checkpoint(self.folder))
             stored = dequantized(files, self.quantization, dtype)
-            if lost := [name for name in names if name not in stored.headers]:
+            # A save into this folder has written them under their other names.
+            here = {name: name if name in stored.headers else self.written_name(name) for name in names}
+            if lost := [name for name in names if here[name] not in stored.headers]:
                 raise CheckpointError(f"{self.folder}: {len(lost)} of the tensors are gone, such as {lost[0]}")
         except CheckpointError as error:
             raise CheckpointError(
@@ -118,11 +120,12 @@ class SourceCheckpoint:
         extra = []
         for name in names:
             original, written_name = self.copies.get(name, ""), self.written_name(name)
-            if (own := model.get(self.written_name(original))) is not None and _equal(stored, name, original):
+            own, originals = model.get(self.written_name(original)), {original, self.written_name(original)}
+            if own is not None and any(_equal(stored, here[name], each) for each in originals):
                 extra.append(own._replace(name=written_name))
             else:
-                header = stored.headers[name]
-                extra.append(LazyTensor(written_name, tuple(header.shape), header.dtype, partial(stored.read, name)))
+                header, read = stored.headers[here[name]], partial(stored.read, here[name])
+                extra.append(LazyTensor(written_name, tuple(header.shape), header.dtype, read))
         self._check_sizes(extra, model, stored)
         return extra
 

@@ -129,7 +129,9 @@ def test_mtp_heads(name: str, tmp_path: Path) -> None:
     assert checkpoint_facts(tmp_path / "bare")["mtp_head"]
     loaded.save_pretrained(tmp_path / "head")
     base.save_pretrained(tmp_path / "kept")
-    for written in ("head", "kept"):
+    base.save_pretrained(tmp_path / "bare", overwrite=True)  # where the heads have the usual names from now on
+    base.save_pretrained(tmp_path / "after")
+    for written in ("head", "kept", "bare", "after"):
         found = load_file(tmp_path / written / WEIGHTS)
         assert found.keys() == stored.keys() and all(torch.equal(found[name], stored[name]) for name in stored)
     base.save_pretrained(tmp_path / "without", keep="without-heads")
