@@ -237,8 +237,8 @@ class Fields:
         return self.number("router_aux_loss_coef") if self.flag("output_router_logits", False) else 0.0
 
     def flag(self, name: str, default: bool) -> bool:
-        """The boolean in field `name`."""
-        value = self._get(name, default)
+        """The boolean in field `name`. Null is false, as in transformers, which asks for the truth of its value."""
+        value = self._get(name, default and name not in self.config)
         if not isinstance(value, bool):
             raise self._fail(name, "true or false")
         return value

@@ -58,7 +58,8 @@ def quiet(recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch) -> 
 
 def layers_of(config: Config) -> int:
     text = list(nested_configs(config).values())[-1]
-    return int(text.get("num_hidden_layers") or text["num_layers"])
+    types = next((text[name] for name in ("layers_block_type", "hybrid_override_pattern") if text.get(name)), ())
+    return int(text.get("num_hidden_layers") or text.get("num_layers") or len(types))
 
 
 def names_one(refusal: LigerModelsError, fields: Iterable[str]) -> bool:

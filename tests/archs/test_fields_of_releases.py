@@ -14,6 +14,7 @@ from ligermodels.archs.nemotron import OTHER_FIELDS
 from ligermodels.errors import ConfigError, ConfigWarning
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 5e5}
+LONG_YARN = {**YARN, "original_max_position_embeddings": 4096}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 MAMBA = {"mamba_n_groups": 2, "mamba_d_conv": 3, "mamba_conv_bias": False, "mamba_dt_min": 0.3, "mamba_chunk_size": 8}
 MAMBA |= {"mamba_expand": 3, "mamba_dt_max": 0.5, "mamba_dt_init_floor": 1e-3}
@@ -25,6 +26,10 @@ MAMBA |= {"mamba_expand": 3, "mamba_dt_max": 0.5, "mamba_dt_init_floor": 1e-3}
         ("mimo_v2_flash", [], {"rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN}}),
         ("mimo_v2_flash", [], {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}}),
         ("nemotron_h", [*OTHER_FIELDS, "chunk_size", "expand"], MAMBA),
+        # Null is false, also where the default is true.
+        ("bamba", [], {"mamba_conv_bias": None}),
+        ("falcon_h1", [], {"mamba_conv_bias": None}),
+        ("qwen3", ["rope_theta"], {"rope_parameters": {**LONG_YARN, "truncate": None}}),
     ],
 )
 @torch.no_grad()
