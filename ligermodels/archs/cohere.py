@@ -60,6 +60,8 @@ def cohere2_moe(config: Config) -> DecoderConfig:
     """The composed config of a `Cohere2MoeConfig` dict."""
     fields = Fields(config, COHERE2_MOE)
     fields.ignore("output_router_logits")  # logits that no loss uses
+    context = fields.size("max_position_embeddings")
+    fields.refuse_unread(["rope_scaling"], lambda fields: fields.rope(fields.size("head_dim"), context))
     first, period = fields.size("first_k_dense_replace", 0, zero=True), fields.size("sliding_window_pattern")
     dense_period = fields.size("prefix_dense_sliding_window_pattern")
 
@@ -125,7 +127,7 @@ def _cohere(
         norm=norm,
         attention=attention,
         block={"parallel": True},
-        head={"logit_scale": fields.number("logit_scale")},
+        head={"logit_scale": fields.number("logit_scale", positive=True)},
         **more,
     )
 

@@ -58,7 +58,7 @@ def falcon_h1(config: Config) -> DecoderConfig:
         mixer=lambda layer, full: ParallelMixersConfig((mamba, full), inputs, outputs),
         mlp=mlp,
         mlp_bias=fields.flag("mlp_bias", False),
-        head={"logit_scale": fields.number("lm_head_multiplier", 1.0)},
+        head={"logit_scale": fields.number("lm_head_multiplier", 1.0, positive=True)},
         token_scale=fields.number("embedding_multiplier", 1.0),
     )
 

@@ -332,13 +332,20 @@ class Fields:
             self.rope(dims[layer_type], context, thetas, layer_type, partial=partial) for layer_type in (SLIDING, FULL)
         )
         ropes = [full if window is None else sliding for window in windows]
-        for name in unread:
-            if (
-                self.config.get(name)
-                and self.replaced(**{name: None}).ropes(head_dim, thetas, windows, partial=partial) != ropes
-            ):
+        self.refuse_unread(unread, lambda fields: fields.ropes(head_dim, thetas, windows, partial=partial))
+        return ropes
+
+    def refuse_unread(self, names: Sequence[str], compose: Callable[[Fields], Any]) -> None:
+        """ConfigError if a field of the rope that releases of transformers read differently makes a difference.
+
+        Args:
+            names: the fields.
+            compose: function from fields to what they describe, such as each layer's rope.
+        """
+        for name in filter(self.config.get, names):
+            if compose(self.replaced(**{name: None})) != compose(self):
                 raise ConfigError(
                     f"{self.where}: {name} = {short(self.config[name])} does not mean the same to all readers of this "
-                    f"model_type; write rope_parameters, with an object for each layer type, instead"
+                    f"model_type; write rope_parameters instead, in families with a rope for each layer type with an "
+                    "object for each"
                 )
-        return ropes

@@ -108,7 +108,8 @@ def without_published_names(config: Config) -> Config:
     """`config` with the names of PUBLISHED_NAMES that transformers' modules read. ConfigError, with the name in
     `config`, for a bad value of a published name."""
     fields = Fields(config)
-    fields.flag("moe_renormalize", True)
+    if "moe_renormalize" in config:
+        config = {**config, "moe_renormalize": fields.flag("moe_renormalize", True)}  # null is false
     fields.choices("moe_router_activation_func", "sigmoid", default="sigmoid")
     for name in ("model_max_length", "num_expert_group", "num_experts_per_token", "num_shared_experts"):
         fields.optional_size(name)

@@ -60,7 +60,7 @@ def muse_glimmer_text(config: Config) -> DecoderConfig:
             "output_norm": NormConfig(fields.number("post_norm_eps", negative=False), offset=1.0, casting_mode="gemma"),
         },
         head={
-            "logit_scale": fields.number("output_multiplier"),
+            "logit_scale": fields.number("output_multiplier", positive=True),
             "softcap": fields.number("final_logit_softcapping", positive=True),
         },
         embed_norm_eps=eps,

@@ -29,6 +29,8 @@ MAMBA |= {"mamba_expand": 3, "mamba_dt_max": 0.5, "mamba_dt_init_floor": 1e-3}
         # Null is false, also where the default is true.
         ("bamba", [], {"mamba_conv_bias": None}),
         ("falcon_h1", [], {"mamba_conv_bias": None}),
+        ("kimi_linear", ["norm_topk_prob"], {"moe_renormalize": None}),
+        ("bailing_hybrid", ["norm_topk_prob"], {"moe_renormalize": None}),
         ("qwen3", ["rope_theta"], {"rope_parameters": {**LONG_YARN, "truncate": None}}),
     ],
 )
@@ -61,6 +63,9 @@ def test_as_in_transformers(name: str, without: list[str], fields: dict[str, Any
         ("laguna", {"swa_attention_sink_enabled": True}, "swa_attention_sink_enabled = True is not implemented"),
         ("laguna", {"swa_rope_parameters": PLAIN}, "swa_rope_parameters = "),
         ("laguna", {"mlp_only_layers": [0, 1]}, "mlp_only_layers contradicts mlp_layer_types, or its default"),
+        ("cohere2_moe", {"logit_scale": -0.7}, "field 'logit_scale' must be above 0"),
+        ("falcon_h1", {"lm_head_multiplier": -0.7}, "field 'lm_head_multiplier' must be above 0"),
+        ("muse_glimmer_text", {"output_multiplier": 0}, "field 'output_multiplier' must be above 0"),
         ("exaone_moe", {"sliding_windows": [7, 9]}, "sliding_windows = [7, 9] is not implemented"),
         ("exaone_moe", {"swiglu_limits": [0.0, 7.0]}, "swiglu_limits = [0.0, 7.0] is not implemented"),
     ],

@@ -28,6 +28,7 @@ from ligermodels.errors import ConfigError, ConfigWarning, InputError
 from ligermodels.models.families import warn_of_other_family
 
 LLAMA = CONFIGS["llama-3"]
+LINEAR = {"rope_type": "linear", "factor": 2.0}
 NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 
 V4: dict[str, Any] = {
@@ -335,6 +336,10 @@ def test_dropout_is_loaded_and_training_with_it_is_an_error(config: dict[str, An
         ("mellum", {"rope_parameters": None, "rope_theta": 1e4}, "rope_theta"),
         ("mellum", {"rope_theta": 1e4}, None),
         ("gemma3_text", {"rope_theta": 1e4}, None),
+        ("cohere2_moe", {"rope_scaling": LINEAR}, "rope_scaling"),
+        ("cohere2_moe", {"rope_scaling": LINEAR, "rope_parameters": {**LINEAR, "rope_theta": 5e4}}, None),
+        ("cohere2_moe", {"rope_scaling": {"rope_type": "default"}}, None),
+        ("cohere2", {"rope_scaling": LINEAR}, None),
     ],
 )
 def test_fields_of_rope_on_which_readers_differ(name: str, fields: dict[str, Any], refused: str | None) -> None:

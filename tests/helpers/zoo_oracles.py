@@ -33,7 +33,7 @@ def thinker(oracle: PreTrainedModel) -> PreTrainedModel:
 
 BUFFERS = ("correction_bias", "expert_bias", "layer_scalar")
 """Ends of the names of buffers that checkpoints hold."""
-NULLS = ("sliding_window", "q_lora_rank", "mamba_conv_bias")
+NULLS = ("sliding_window", "q_lora_rank", "mamba_conv_bias", "moe_renormalize")
 """Fields whose null does not mean their default."""
 
 
