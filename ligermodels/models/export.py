@@ -77,8 +77,9 @@ class ExportMixin(nn.Module):
     ) -> None:
         """Write a Hugging Face checkpoint: safetensors, config.json, tokenizer and generation_config.json.
 
-        The files replace an older checkpoint all at once or, on an error, not at all. If the model is sharded, all
-        ranks call this and rank 0 writes.
+        Python modules of the checkpoint that `auto_map` in its configs names are copied. The files replace an older
+        checkpoint all at once or, on an error, not at all. If the model is sharded, all ranks call this and rank 0
+        writes.
 
         Args:
             folder: folder to write; it is created if it does not exist.
