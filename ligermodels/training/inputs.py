@@ -179,9 +179,14 @@ def same_recipe(recipe: R, before: Mapping[str, Any]) -> R:
     recipe = recipe.model_copy(update={"date": recipe.date or before["date"], **kept})
     # `check_schedule` compares LENGTH and DECAY.
     free = recipe.may_change | recipe.kept | BY_CONTENT | {TEACHER} | LENGTH | DECAY
-    now = {name: value for name, value in recipe.settings().items() if name not in free}
-    if message := changes(*(comparable_settings(type(recipe).model_fields, settings) for settings in (now, before))):
-        raise ConfigError(f"the run cannot resume with another recipe: {message}; leave it out, or start over")
+    now, before = (comparable_settings(type(recipe).model_fields, settings) for settings in (recipe.settings(), before))
+    changed = {name: value for name, value in now.items() if name not in free and value != before.get(name)}
+    if changed:
+        # Defaults that depend on other settings, which may change, are in none of the given settings.
+        advice = "leave it out" if changed.keys() <= recipe.model_fields_set else "give the value that it had"
+        raise ConfigError(
+            f"the run cannot resume with another recipe: {changes(changed, before)}; {advice}, or start over"
+        )
     return recipe
 
 
