@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -59,9 +60,8 @@ def choice_in_python(row: list[float], bias: list[float], options: RouterOptions
 
     if not any(bias) and options.top_k_groups == options.num_groups:
         return fallen(dict(enumerate(row)), options.top_k)
-    scores = getattr(torch.tensor(row, dtype=torch.float64), options.scores)(
-        *([0] if options.scores == "softmax" else [])
-    )
+    logits = torch.tensor(row, dtype=torch.float64)
+    scores = logits.softmax(0) if options.scores == "softmax" else logits.sigmoid()
     choice = dict(enumerate((scores + torch.tensor(bias, dtype=torch.float64)).tolist()))
     size = len(row) // options.num_groups
     groups = {g: {e: choice[e] for e in range(g * size, (g + 1) * size)} for g in range(options.num_groups)}
@@ -70,9 +70,7 @@ def choice_in_python(row: list[float], bias: list[float], options: RouterOptions
     return fallen({e: value for g in best for e, value in groups[g].items()}, options.top_k)
 
 
-def plain_route(
-    x: Tensor, bias: Tensor | None, given: Tensor | None, options: RouterOptions
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def plain_route(x: Tensor, bias: Tensor | None, given: Tensor | None, options: RouterOptions) -> tuple[Tensor, Tensor]:
     no_bias = [0.0] * x.shape[1]
     rows = [choice_in_python(row, no_bias if bias is None else bias.tolist(), options) for row in x.tolist()]
     experts = torch.tensor(rows, device=x.device)
@@ -113,11 +111,8 @@ def test_against_float64(
         own = torch.randint(unknown, min(experts, 256), (6, options.top_k))
         own[1], own[2] = unknown, 3
         own = own.to(where.device, given)
-    check(
-        lambda x: ops.route_tokens(x, bias, own, options=options),
-        lambda x: plain_route(x, bias, own, options),
-        [x],
-    )  # fmt: skip
+    plain = partial(plain_route, bias=bias, given=own, options=options)
+    check(lambda x: ops.route_tokens(x, bias, own, options=options), plain, [x])
 
 
 @pytest.mark.kernels
@@ -342,6 +337,7 @@ X = torch.ones(3, 12)
         (lambda: route(X, top_k=2, num_groups=3, top_k_groups=4), "top_k_groups: must be at most 3, got 4"),
         (lambda: route(X, top_k=1, num_groups=12), "scores_per_group: must be at most 1, got 2"),
         (lambda: route(X, top_k=2, scores="relu"), 'scores must be "softmax" or "sigmoid", got .relu.'),
+        (lambda: route(X, top_k=2, normalize=1), "normalize: must be True or False, got 1"),
         (lambda: route(X, top_k=2, eps=-1.0), "eps: must be a number of at least 0, got -1.0"),
         (lambda: route(X, top_k=2, min_sum=NAN), "min_sum: must be a number of at least 0, got nan"),
     ],

@@ -17,12 +17,13 @@ In torch this is eight kernels for a forward pass, and about as many for a backw
 experts of a decode step with few tokens.
 """
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ligermodels.arguments import check_count
+from ligermodels.arguments import check_count, check_flag
 from ligermodels.errors import InputError, short
 from ligermodels.ops.moe.route_tokens_kernels import route_tokens_gradient_kernel, route_tokens_kernel
 from ligermodels.ops.runtime.checks import Signature, assert_async, check_eps
@@ -112,19 +113,26 @@ def route_tokens(
 
 def check_router_options(op: str, options: RouterOptions, num_experts: int) -> None:
     """Raises InputError, naming `op` and the option, if `options` do not fit together or `num_experts`."""
-    if options.scores not in ("softmax", "sigmoid"):
-        raise InputError(f'{op}: scores must be "softmax" or "sigmoid", got {short(options.scores)}')
-    if torch.compiler.is_compiling():  # numbers may be symbols, which have no value yet
-        return
-    groups = check_count(f"{op}: num_groups", options.num_groups)
+    if not torch.compiler.is_compiling():  # there numbers may be symbols, which have no value yet
+        _check_options(op, num_experts, *options)
+
+
+@functools.lru_cache(typed=True)  # a check takes longer than one kernel runs, and layers repeat their options
+def _check_options(op: str, num_experts: int, *options: Any) -> None:
+    chosen = RouterOptions(*options)
+    if chosen.scores not in ("softmax", "sigmoid"):
+        raise InputError(f'{op}: scores must be "softmax" or "sigmoid", got {short(chosen.scores)}')
+    groups = check_count(f"{op}: num_groups", chosen.num_groups)
     if num_experts % groups:
         raise InputError(f"{op}: num_groups {groups} does not divide the number of experts, {num_experts}")
-    check_count(f"{op}: top_k_groups", options.top_k_groups, most=groups)
-    if options.top_k_groups < groups:
-        check_count(f"{op}: scores_per_group", options.scores_per_group, most=num_experts // groups)
-    check_count(f"{op}: top_k", options.top_k, most=options.top_k_groups * (num_experts // groups))
-    check_eps(op, options.eps)
-    check_eps(op, options.min_sum, "min_sum")
+    size = num_experts // groups
+    check_count(f"{op}: top_k_groups", chosen.top_k_groups, most=groups)
+    if chosen.top_k_groups < groups:
+        check_count(f"{op}: scores_per_group", chosen.scores_per_group, most=size)
+    check_count(f"{op}: top_k", chosen.top_k, most=chosen.top_k_groups * size)
+    check_flag(f"{op}: normalize", chosen.normalize)
+    check_eps(op, chosen.eps)
+    check_eps(op, chosen.min_sum, "min_sum")
 
 
 def _check_given(experts: Tensor | None, num_experts: int) -> None:
