@@ -167,7 +167,16 @@ def test_large_logits(where: Where) -> None:
         assert bool(gradient.isfinite().all())
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.int16])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_one_expert(where: Where, scores: Any) -> None:
+    """Its normalised weight is exactly 1; the kernels give no gradient, where torch leaves rounding errors."""
+    x = torch.randn(200, 9, device=where.device).to(where.dtype).requires_grad_()
+    weights, _ = route(x, top_k=1, scores=scores)
+    (gradient,) = torch.autograd.grad(weights.sum() * 3, x)
+    assert bool((weights == 1).all()) and float(gradient.abs().max()) <= (1e-6 if where.place == "reference" else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int16])
 def test_unsigned_experts(where: Where, dtype: torch.dtype) -> None:
     """255 of uint8 is an expert; torch takes it for -1."""
     x = torch.randn(2, 300, device=where.device, dtype=where.dtype)

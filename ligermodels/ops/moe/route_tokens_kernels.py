@@ -124,7 +124,7 @@ def route_tokens_kernel(
     found = tl.where(at < K, _scores(x, largest, total, SOFTMAX), 0.0)
     if NORMALIZE:
         divisor, _ = _divisor(tl.sum(found), eps, min_sum)
-        found = found / divisor
+        found = tl.div_rn(found, divisor)  # 1 for one expert, which `/` may miss by a rounding error
     if scale is not None:
         found = found * scale
     tl.store(weights + token * K + at, found, mask=at < K)
@@ -156,7 +156,8 @@ def route_tokens_gradient_kernel(
         factor = scale
     if NORMALIZE:
         divisor, changes = _divisor(tl.sum(scores), eps, min_sum)
-        mean = tl.sum(scores * tl.load(dweights + at, mask=at < K, other=0.0)) / divisor
+        of_weights = tl.load(dweights + at, mask=at < K, other=0.0)
+        mean = tl.sum(tl.div_rn(scores, divisor) * of_weights)  # exactly that of one expert, which has no gradient then
         factor, shift = factor / divisor, tl.where(changes, mean, 0.0)
     d = tl.zeros((BLOCK,), tl.float32)
     for i in range(0, K):
