@@ -183,7 +183,7 @@ for kind in ("int4", "nf4", "mxfp4", "float8"):
     )(quantized_linear)  # fmt: skip
 
 
-@calls("dequantize_weight, 4 bits", dtype=PRODUCTS, kind=("int4", "nf4", "mxfp4"))
+@calls("dequantize_weight", dtype=PRODUCTS, kind=("float8", "int4", "nf4", "mxfp4"))
 def dequantize_weight(dtype: torch.dtype, kind: Any) -> None:
     codes, scales = ops.empty_quantized(kind, 40, 300, torch.device("cpu"))
     ops.dequantize_weight(codes, scales.fill_(1), 300, dtype)

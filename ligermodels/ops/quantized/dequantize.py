@@ -1,12 +1,12 @@
-"""The plain weight of codes and scales. For 4 bits one kernel reads the codes and writes the weight; torch would
-write several intermediate tensors in float32."""
+"""The plain weight of codes and scales. One kernel reads the codes and writes the weight; torch would write several
+intermediate tensors in float32."""
 
 import torch
 from torch import Tensor
 
 from ligermodels.arguments import check_count
 from ligermodels.errors import InputError
-from ligermodels.ops.quantized.unpack import mxfp4_numbers, mxfp4_scales, nf4_levels
+from ligermodels.ops.quantized.unpack import float8_values, mxfp4_numbers, mxfp4_scales, native_operands, nf4_levels
 from ligermodels.ops.quantized.weights import (
     BYTES,
     E4M3,
@@ -17,7 +17,7 @@ from ligermodels.ops.quantized.weights import (
     format_of,
     num_groups,
 )
-from ligermodels.ops.runtime.dispatch import tl, use_kernels
+from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
 
@@ -58,7 +58,7 @@ def dequantize_rows(codes: Tensor, scales: Tensor, in_features: int, dtype: torc
     Returns:
         (N, K) or (E, N, K), of `dtype`.
     """
-    if codes.dtype != E4M3 and dtype.itemsize in (2, 4) and use_kernels(codes, scales):
+    if dtype.itemsize in (2, 4) and use_kernels(codes, scales):
         weight: Tensor = _dequantize_weight(codes, scales, in_features, dtype)
         return weight
     return dequantize_weight_reference(codes, scales, in_features, dtype)
@@ -93,17 +93,19 @@ def dequantize_weight_reference(codes: Tensor, scales: Tensor, in_features: int,
 
 @custom_op()
 def _dequantize_weight(codes: Tensor, scales: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
-    """codes (..., N, 64 G) of 4 bits -> (..., N, in_features)."""
+    """codes (..., N, 64 G) of 4 bits, or (..., N, in_features) of 8 -> (..., N, in_features)."""
     weight = torch.empty(*codes.shape[:-1], in_features, dtype=dtype, device=codes.device)
     if is_fake(codes) or weight.numel() == 0:
         return weight
     row = codes.ndim - 2  # the dimension of rows; that of experts, if there is one, is 0
     codes = codes if codes.stride(-1) == 1 else codes.contiguous()
     scales = scales if scales[(0,) * (row + 1)].is_contiguous() else scales.contiguous()
-    rows, groups = codes.shape[row], num_groups(in_features)
+    rows, groups, kind, native = codes.shape[row], num_groups(in_features), format_of(codes, scales), True
+    if kind == "float8":
+        codes, _, native = native_operands(codes, None)
     _dequantize_kernel[(-(-rows * groups // GROUPS), codes.shape[:row].numel())](
         codes, codes.stride(0), codes.stride(row), scales, scales.stride(0), scales.stride(row), weight, rows,
-        in_features, groups, KIND=format_of(codes, scales), GROUPS=GROUPS, num_warps=4,
+        in_features, groups, KIND=kind, NATIVE=native, GROUPS=GROUPS, num_warps=4,
     )  # fmt: skip
     return weight
 
@@ -111,16 +113,33 @@ def _dequantize_weight(codes: Tensor, scales: Tensor, in_features: int, dtype: t
 @kernel
 def _dequantize_kernel(
     codes, code_expert, code_row, scales, scale_expert, scale_row, weight, N, K, G,
-    KIND: tl.constexpr, GROUPS: tl.constexpr,
+    KIND: tl.constexpr, NATIVE: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Some groups of an expert per program, counted row by row."""
+    """Some groups of 128 inputs of an expert per program, counted row by row. NATIVE: see `unpack`."""
     expert = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[:, None]
     row, group = (place // G).to(tl.int64), place % G
     there = row < N
-    byte = tl.arange(0, 64)[None, :]
-    q = tl.load(codes + expert * code_expert + row * code_row + group * 64 + byte, mask=there, other=0)
+    codes += expert * code_expert + row * code_row
     scales += expert * scale_expert + row * scale_row
+    weight += (expert * N + row) * K
+    if KIND == "float8":
+        k = group * 128 + tl.arange(0, 128)[None, :]
+        q = tl.load(codes + k, mask=there & (k < K), other=0.0)
+        values = float8_values(q, tl.float32, NATIVE) * tl.load(scales, mask=there, other=0.0)
+        tl.store(weight + k, values.to(weight.dtype.element_ty), mask=there & (k < K))
+    else:
+        k = group * 128 + tl.arange(0, 64)[None, :]
+        low, high = _two_halves(codes, scales, group, there, KIND)
+        tl.store(weight + k, low.to(weight.dtype.element_ty), mask=there & (k < K))
+        tl.store(weight + k + 64, high.to(weight.dtype.element_ty), mask=there & (k + 64 < K))
+
+
+@triton.jit
+def _two_halves(codes, scales, group, there, KIND: tl.constexpr):
+    """The first and the last 64 numbers of groups of four bits, in float32. codes and scales point to rows."""
+    byte = tl.arange(0, 64)[None, :]
+    q = tl.load(codes + group * 64 + byte, mask=there, other=0)
     if KIND == "int4":
         scale = tl.load(scales + group, mask=there, other=0.0)
         scale_high = scale
@@ -133,7 +152,4 @@ def _dequantize_kernel(
         scale = tl.load(scales + 2 * group, mask=there, other=0.0)
         scale_high = tl.load(scales + 2 * group + 1, mask=there, other=0.0)
         low, high = nf4_levels(q & 15), nf4_levels(q >> 4)
-    k = group * 128 + byte
-    weight += (expert * N + row) * K + k
-    tl.store(weight, (low * scale).to(weight.dtype.element_ty), mask=there & (k < K))
-    tl.store(weight + 64, (high * scale_high).to(weight.dtype.element_ty), mask=there & (k + 64 < K))
+    return low * scale, high * scale_high
