@@ -150,6 +150,7 @@ def build_state(
         _end_with_turns(model, plan.documents, console.say)
     if shards:
         parallelize(job.model, recipe.parallel)
+    optimizer: Any = optimizer_of(recipe, job)  # its errors come before the passes of `before_training`
     if before_training is not None:
         before_training(plan, job.model, console)
     rank, _ = data_share(recipe.parallel, (*DATA, "context"))
@@ -157,7 +158,6 @@ def build_state(
         torch.manual_seed(recipe.seed + rank)  # tensor-parallel ranks of one group have the same dropout
     _warn_of_lost_updates(model, recipe, console.say)
     console.say(recipe.optimizer_summary())
-    optimizer: Any = optimizer_of(recipe, job)
     if shards:
         _check_parameters(job, optimizer)
     if recipe.optimizer_in_bwd:

@@ -18,7 +18,7 @@ import ligermodels as lm
 from ligermodels.cli import app
 from ligermodels.errors import CheckpointError, ConfigError, GraphWarning, InputError
 from ligermodels.ops.runtime.dispatch import as_recorded
-from ligermodels.training import Console, FineTuningRecipe, FusedAdamW, cuda_graph, dry_run, fine_tune, reference
+from ligermodels.training import Console, FineTuningRecipe, FusedAdamW, cuda_graph, dry_run, fine_tune, reference, run
 from ligermodels.training import step as training_step
 from ligermodels.training.cuda_graph import GraphStep, refusal
 from ligermodels.training.example_padding import ExamplePadding
@@ -158,6 +158,28 @@ def test_a_run_resumes_with_the_reference_of_its_start(
     shutil.copytree(tmp_path / "whole", other)
     fine_tune(recipe.changed({"seq_len": 64, "batch_tokens": 512, "micro_batch_tokens": 256}), other, overwrite=True)
     assert not np.array_equal(np.load(other / REFERENCE)["log_probs"], values, equal_nan=True)
+
+
+def test_a_run_that_ended_before_its_first_step_may_start_again(
+    base: Path, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A setting that is wrong is an error before the reference is computed; a reference that is there is used."""
+    recipe, out, said = recipe_for(base, pairs, objective="dpo", steps=1), tmp_path / "out", list[str]()
+    with pytest.raises(InputError, match="matches no trained parameter"):
+        fine_tune(recipe.changed({"learning_rate_patterns": {"nothing": 1.0}}), out)
+    assert not out.exists()
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(run, "prepare", interrupted)
+        fine_tune(recipe, out)
+    assert [path.name for path in out.iterdir()] == [REFERENCE]
+    assert fine_tune(recipe, out, console=Console(said.append)).finished
+    assert "reference log-probabilities: as computed at the start of the run" in said
+    with pytest.raises(CheckpointError, match="holds checkpoints of a run"):
+        fine_tune(recipe, out)
+
+
+def interrupted(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("settings", [{"optimizer": "muon8bit"}, {"objective": "dpo", "lora_rank": 2}], ids=str)
