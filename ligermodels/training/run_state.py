@@ -133,6 +133,7 @@ def build_state(
         console: where messages and progress go.
     """
     recipe = plan.recipe
+    torch.manual_seed(recipe.seed)  # of random numbers that a user's loss or module draws
     shards = is_sharded(recipe.parallel)
     options: dict[str, Any] = {"plan": recipe.parallel} if shards else {}
     with console.progress(f"loading {recipe.base}", in_bytes=True) as update:

@@ -259,6 +259,9 @@ def margin(log_probs, mask, ref_log_probs, beta=0.1):
     chosen, rejected = ((log_probs * mask).sum(1) - ref_log_probs).chunk(2)
     return -torch.nn.functional.logsigmoid(beta * (chosen - rejected)), {"own": chosen - rejected}
 
+def noisy(log_probs, mask):
+    return -log_probs * torch.rand_like(log_probs)
+
 def mean(log_probs, mask, **fields):
     return -(log_probs * mask).sum() / mask.sum()
 
@@ -322,6 +325,17 @@ def test_a_loss_of_a_user(own: str, base: Path, pairs: Path, data: Path, tmp_pat
         assert metrics(tmp_path / one, "loss") == pytest.approx(metrics(tmp_path / other, "loss"), rel=1e-5)
     margins = np.array(metrics(tmp_path / "dpo", "validation_rewards/margins"))
     assert np.array(metrics(tmp_path / "margin", "validation_own")) * 0.1 == pytest.approx(margins, rel=1e-4)
+
+
+def test_random_numbers_of_a_loss_are_those_of_the_seed(own: str, base: Path, data: Path, tmp_path: Path) -> None:
+    """The same recipe and data give the same run, whatever has drawn numbers before it; another seed another one."""
+    found = []
+    for seed in (0, 0, 1):
+        torch.rand(len(found))
+        recipe = recipe_for(base, data, loss=f"{own}:noisy", seed=seed, max_bad_lines=1, steps=2)
+        fine_tune(recipe, tmp_path / str(len(found)))
+        found.append(losses(tmp_path / str(len(found))))
+    assert found[0] == found[1] != found[2]
 
 
 def test_metrics_of_some_micro_batches(own: str, base: Path, pairs: Path, tmp_path: Path) -> None:
