@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.parallel.ranks import data_share
 from ligermodels.speculative.block_draft import BlockDraftModel
 from ligermodels.speculative.dspark import DFlashModel, DSparkModel
 from ligermodels.training.console import Outcome
@@ -83,12 +84,12 @@ class PackedBlocks(nn.Module):
 
     Args:
         model: the model with the head.
-        seq_len: most tokens of a sequence. A packed row has as many sequences as it needs of this length.
+        sequences: sequences of a packed row.
     """
 
-    def __init__(self, model: BlockDraftModel, seq_len: int) -> None:
+    def __init__(self, model: BlockDraftModel, sequences: int) -> None:
         super().__init__()
-        self.model, self._seq_len = model, seq_len
+        self.model, self._sequences = model, sequences
 
     @property
     def trained_model(self) -> BlockDraftModel:
@@ -104,7 +105,7 @@ class PackedBlocks(nn.Module):
             cu_seqlens: bounds of packed documents. Default: each row is a sequence.
             options: other arguments of the model's forward.
         """
-        with self._anchors_of(labels, cu_seqlens):
+        with self._anchors_of(cu_seqlens):
             return self.model(input_ids, labels=labels, cu_seqlens=cu_seqlens, **options)
 
     def num_targets(
@@ -116,14 +117,13 @@ class PackedBlocks(nn.Module):
     ) -> Tensor:
         """The numbers of targets of each slot, long (K,), of the blocks that `forward` samples. See
         `MultiHeadModel.num_targets` for labels, position_ids, cu_seqlens and attention_mask."""
-        with self._anchors_of(labels, cu_seqlens):
+        with self._anchors_of(cu_seqlens):
             return self.model.num_targets(labels, position_ids, cu_seqlens, attention_mask)
 
     @contextmanager
-    def _anchors_of(self, labels: Tensor, cu_seqlens: Tensor | None) -> Iterator[None]:
+    def _anchors_of(self, cu_seqlens: Tensor | None) -> Iterator[None]:
         """Context in which the model takes the blocks of all sequences in a row."""
-        options = self.model.training_options
-        sequences = 1 if cu_seqlens is None else -(-labels.shape[1] // self._seq_len)
+        options, sequences = self.model.training_options, 1 if cu_seqlens is None else self._sequences
         self.model.training_options = replace(options, num_anchors=options.num_anchors * sequences)
         try:
             yield
@@ -142,7 +142,7 @@ def _job(recipe: BlockRecipe, model: CausalLM, *, resuming: bool) -> Job:
         options = {name: getattr(recipe, name) for name in shape} | {"boundaries": recipe.boundaries or None}
         with initialized_by(recipe.seed, model):
             head = model_class.from_base(model, **options, **training)
-    packed = PackedBlocks(head, recipe.seq_len)
+    packed = PackedBlocks(head, recipe.micro_batches(data_share(recipe.parallel)[1])[0])
     return frozen_base_job(head, recipe.learning_rate, head.save_pretrained, draft_metrics, trainable=packed)
 
 

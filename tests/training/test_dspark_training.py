@@ -132,7 +132,7 @@ def test_each_sequence_of_a_micro_batch_has_its_blocks(kind: str, block_size: in
 
     ids = torch.arange(3, 19).repeat(2, 1)  # rows that are not packed are sequences, as in a plan
     model = lm.DSparkModel.from_base(lm.from_pretrained(base), block_size, num_layers=1, num_anchors=3)
-    assert PackedBlocks(model, 16).num_targets(ids)[0] == model.num_targets(ids)[0] == 6
+    assert PackedBlocks(model, 4).num_targets(ids)[0] == model.num_targets(ids)[0] == 6
 
 
 def test_what_does_not_fit_is_named(base: Path, data: Path, tmp_path: Path) -> None:
