@@ -62,6 +62,7 @@ def test_the_plan_of_a_run(few: FineTuningRecipe, tmp_path: Path, monkeypatch: p
     model = lm.from_config(few.base, dtype=torch.float32, device="meta")
     assert run.parameters == run.trained == sum(p.numel() for p in model.parameters())
     assert run.memory == step_memory(model, 2, 128)
+    assert dry_run(few.changed({"micro_batch_tokens": 128})).memory == step_memory(model, 1, 128, passes=2)
     assert (run.micro_batches, run.attention, run.cuda_graph) == ((2, 1), "sdpa", "the model is on cpu")
     # By hand: of a text all but its first token, here EOS ("#" in this config); of a chat the answer and its end.
     prompt = f"{SYSTEM}<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
