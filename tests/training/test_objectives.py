@@ -333,7 +333,9 @@ def test_random_numbers_of_a_loss_are_those_of_the_seed(own: str, base: Path, da
     for seed in (0, 0, 1):
         torch.rand(len(found))
         recipe = recipe_for(base, data, loss=f"{own}:noisy", seed=seed, max_bad_lines=1, steps=2)
+        state = torch.get_rng_state()
         fine_tune(recipe, tmp_path / str(len(found)))
+        assert torch.equal(torch.get_rng_state(), state)  # those of the program go on
         found.append(losses(tmp_path / str(len(found))))
     assert found[0] == found[1] != found[2]
 
