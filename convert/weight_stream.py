@@ -100,14 +100,14 @@ class WeightStream:
     def begin(self) -> None:
         """Forget which tensors have been loaded, and in which layout: the next tensors may come in another one."""
         self._layouts = self._every
-        self._loaded: set[str] = set()
+        self._loaded: dict[str, set[str]] = {}  # tensor -> the names under which its present values came
 
     @torch.no_grad()
     def load(self, name: str, tensor: Tensor) -> None:
         """Copy one checkpoint tensor into the model.
 
         A tensor that the weight maps leave out (draft heads, a vision tower) is skipped. The second of two tied tensors
-        must equal the first.
+        must equal the first. A tensor that comes again under its name replaces the values that came before.
 
         Args:
             name: name of the tensor in the checkpoint.
@@ -125,16 +125,19 @@ class WeightStream:
             native = part.part.dtype
             if tensor.dtype != native and not {tensor.dtype, native} <= FLOATS:
                 raise CheckpointError(f"{name}: {tensor.dtype} is {UNCASTABLE}")
-        repeats = source in self._loaded and source in layout.weight_map.aliases.values()
+        names = self._loaded.get(source, set())
+        if name in names:  # of another update
+            names = set()
         for part in layout.parts[source]:
             rows = tensor if len(layout.parts[source]) == 1 else tensor[part.start : part.start + part.shape[0]]
             for own, values in part.own(rows):
-                if repeats and not torch.equal(own, values.to(own)):
+                if names and not torch.equal(own, values.to(own)):
                     raise CheckpointError(
-                        f"{name}: differs from the tensor that the config ties it to; set tie_word_embeddings to false"
+                        f"{name}: differs from {', '.join(names)}, to which the config ties it; set "
+                        "tie_word_embeddings to false"
                     )
                 own.copy_(values)
-        self._loaded.add(source)
+        self._loaded[source] = names | {name}
 
     def _layout_for(self, name: str, tensor: Tensor) -> _Layout:
         """The first layout that fits this tensor and all earlier ones; drops the layouts that do not fit."""

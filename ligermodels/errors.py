@@ -34,8 +34,8 @@ class CheckpointWarning(UserWarning):
 
 
 class AdapterWarning(UserWarning):
-    """LoRA leaves out layers that a user may expect it to adapt, a file cannot hold all of its settings, or its config
-    and its tensors name different layers."""
+    """LoRA leaves out layers that a user may expect it to adapt, a file cannot hold all of its settings, its config and
+    its tensors name different layers, or an adapter is for a model with other weights."""
 
 
 class SequenceLengthWarning(UserWarning):

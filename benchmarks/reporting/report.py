@@ -12,12 +12,10 @@ from benchmarks.reporting.recording import RESULTS
 from benchmarks.reporting.runs import of_one_measure, why_not
 
 Record = dict[str, Any]
-MIXTURES = "h100"
-"""GPU of the records of `mixtures`, whatever the GPU of the others: they have a table of their own."""
 DOCS = RESULTS.parent.parent / "docs"
 NAMES = (
     "ops", "attention", "delta", "training", "nativize", "decoding", "quantized", "medusa", "demo",
-    "loading", "float8-loss",
+    "loading", "float8-loss", "mixtures",
 )  # fmt: skip
 """Names of benchmarks; their results are in NAME-GPU.jsonl."""
 
@@ -25,7 +23,6 @@ NAMES = (
 def read(folder: Path, gpu: str) -> dict[str, list[Record]]:
     """Benchmark -> its records that may be reported, in order."""
     found = {name: _lines(folder, name, gpu) for name in NAMES}
-    found["mixtures"] = _lines(folder, "mixtures", MIXTURES)
     return {name: [_named(name, r) for r in every if why_not(r) is None] for name, every in found.items()}
 
 

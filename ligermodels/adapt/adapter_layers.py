@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ligermodels.adapt.adapter_base import check_family
+from ligermodels.adapt.adapter_base import check_base
 from ligermodels.adapt.adapter_config import PATTERNS, check_config, values_by_part, values_by_path
 from ligermodels.adapt.expert_files import PREFIX, file_names, find_experts
 from ligermodels.adapt.lora import AnyLoRA, Model, new_updates
@@ -49,7 +49,7 @@ def adapter_of_file(
     Raises the errors of `load_adapter`.
     """
     check_config(config)
-    check_family(model, config)
+    check_base(model, config)
     paths, of_tokens, whole = adapted_paths(checkpoint.headers)
     layouts = _layouts(model)
     linear, experts = _targets(model, layouts, paths)

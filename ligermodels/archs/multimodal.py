@@ -85,6 +85,7 @@ def wrapper(
     layouts: Sequence[Mapping[str, Any]],
     *,
     tied: bool = False,
+    either: bool = False,
     flat: bool = False,
     absent: Mapping[str, Any] | None = None,
 ) -> Family:
@@ -95,6 +96,7 @@ def wrapper(
         text_models: `text_config.model_type` -> text model. The first is used if the config names none.
         layouts: keyword arguments of `DecoderConfig.weight_map` for each layout of the checkpoints.
         tied: whether head and embedding are tied if config.json has no `tie_word_embeddings`.
+        either: whether `tie_word_embeddings` of `text_config` ties them too. Default: it must not contradict.
         flat: whether the text model's fields may be beside `vision_config`, without a `text_config`.
         absent: `text_config` of a config without these fields.
     """
@@ -115,7 +117,8 @@ def wrapper(
             raise ConfigError(
                 f"config.json: {unread[0]} = {short(text[unread[0]])} is not read for model_type {model_type!r}"
             )
-        if TIED not in config and text.get(TIED, tied) != tied:
+        beside, within = config.get(TIED, tied), text.get(TIED, tied)
+        if TIED not in config and within != tied and not either:
             # Some releases of transformers read the outer flag, others the inner one.
             raise ConfigError(
                 f"config.json: text_config.{TIED} = {short(text[TIED])}: set {TIED} beside text_config too"
@@ -123,7 +126,7 @@ def wrapper(
         own = {"model_type": model.family.model_type, "architectures": [model.family.causal_lm]}
         newer = model.family.attribute_map
         defaults = {name: value for name, value in model.defaults.items() if newer.get(name) not in text}
-        return {**defaults, **text, **own, TIED: config.get(TIED, tied)}
+        return {**defaults, **text, **own, TIED: within if either and not beside else beside}
 
     def decoder_config(config: Config) -> DecoderConfig:
         text = text_of(config)

@@ -41,8 +41,8 @@ QWEN3_MOE_TEXT = TextModel(QWEN3_MOE, QWEN3_VL_MOE)
 EXPERTS = [layout["names"] for layout in expert_layouts()]
 
 FAMILIES = (
-    wrapper("qwen2_vl", {"qwen2_vl_text": QWEN2_TEXT}, layouts(NEW, OLD, ignored=VISION), flat=True),
-    wrapper("qwen2_5_vl", {"qwen2_5_vl_text": QWEN2_TEXT}, layouts(NEW, OLD, ignored=VISION), flat=True),
+    wrapper("qwen2_vl", {"qwen2_vl_text": QWEN2_TEXT}, layouts(NEW, OLD, ignored=VISION), either=True, flat=True),
+    wrapper("qwen2_5_vl", {"qwen2_5_vl_text": QWEN2_TEXT}, layouts(NEW, OLD, ignored=VISION), either=True, flat=True),
     wrapper("qwen3_vl", {"qwen3_vl_text": QWEN3_TEXT}, layouts(NEW, ignored=VISION)),
     wrapper("qwen3_vl_moe", {"qwen3_vl_moe_text": QWEN3_MOE_TEXT}, layouts(NEW, ignored=VISION, names=EXPERTS)),
 )

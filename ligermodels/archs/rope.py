@@ -105,6 +105,12 @@ def _llama3(settings: Fields, plain: RopeConfig, context: int) -> RopeConfig:
 
 
 def _yarn(settings: Fields, plain: RopeConfig, context: int) -> RopeConfig:
+    if plain.dim % 2:
+        # transformers' ramp is then a channel shorter than the frequencies: an error, or for 3 channels a ramp of one.
+        raise ConfigError(
+            f"{settings.where}: YaRN needs an even number of rotated channels, got {plain.dim} by head_dim and "
+            "partial_rotary_factor"
+        )
     scaling = YarnScaling(
         factor=settings.number("factor", positive=True),
         original_context=settings.size("original_max_position_embeddings", context),

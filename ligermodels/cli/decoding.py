@@ -100,17 +100,19 @@ class Decoding:
         for flag, value in flags.items():
             if value is not None and self.heads is None:
                 raise typer.BadParameter("needs --heads", param_hint=flag)
-        self._check_sampling(self.sample)
+        self._check_sampling(self.sample, self.temperature)
 
     @property
     def _shaping(self) -> dict[str, Any]:
         shaping = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
         return {name: value for name, value in shaping.items() if value is not None}
 
-    def _check_sampling(self, sample: bool | None) -> None:
+    def _check_sampling(self, sample: bool | None, temperature: float | None) -> None:
         shaping = self._shaping.keys() - ({"temperature"} if self.heads else set())
         if sample is False and (shaping or self.seed is not None):
             raise typer.BadParameter(NEEDS_SAMPLE)
+        if sample and temperature == 0 and not self.heads:  # with heads, samples at 0 are the greedy tokens
+            raise typer.BadParameter("must be above 0 to sample; --greedy decodes greedily", param_hint="--temperature")
 
     def load_heads(self, model: CausalLM) -> MultiHeadModel | None:
         """The draft heads of --heads, if they are given."""
@@ -129,7 +131,7 @@ class Decoding:
 
         defaults = model.generation_defaults()
         sample = bool(defaults.get("do_sample", False) if self.sample is None else self.sample)
-        self._check_sampling(sample)
+        self._check_sampling(sample, defaults.get("temperature") if self.temperature is None else self.temperature)
         arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sample}
         if self.batch_invariant:
             arguments["batch_invariant"] = True

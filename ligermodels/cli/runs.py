@@ -15,7 +15,6 @@ from ligermodels.cli.dry_run import show_dry_run
 from ligermodels.cli.flags import with_groups, with_recipe_flags
 from ligermodels.console import is_first_rank, progress, say
 from ligermodels.errors import ConfigError
-from ligermodels.training.mtp_recipe import NEW
 from ligermodels.training.recipe import R, TrainingRecipe
 from ligermodels.training.recipe_file import parse_setting, recipe_settings, recipe_text, shipped_recipes
 from ligermodels.training.settings import with_effect
@@ -140,9 +139,8 @@ def run(
         from ligermodels.training.folder import require_usable
 
         require_usable(out, resume=flags.resume, overwrite=flags.overwrite)
-    start: str | None = recipe.settings().get("start_from")
-    if start is not None and start != NEW and not flags.resume:
-        options.require_heads(start, recipe.kind)
+    if recipe.start and not flags.resume:
+        options.require_heads(recipe.start, recipe.kind)
     if flags.gpus is not None and flags.gpus > 1:  # here, so that such an error is not that of a rank
         from ligermodels.parallel.ranks import planned_ranks
         from ligermodels.training.preview import check_names

@@ -167,7 +167,8 @@ def _show(report: Report, as_json: bool) -> None:
         print_json(
             {
                 "passed": report.passed,
-                "first_difference": mismatch and mismatch.name,
+                "first_mismatch": mismatch and mismatch.name,
+                "first_difference": mismatch and mismatch.name,  # its name before draft heads were verified
                 "tolerance": report.tolerance,
                 "tokens": report.tokens,
                 "errors": {place.name: place.error for place in report.places},

@@ -161,8 +161,9 @@ class Corpus:
         sizes = [np.diff(np.append(np.array(file.starts, np.int64), file.size)) for file in self._files]
         return np.concatenate(sizes) if sizes else np.arange(0)
 
-    def sources(self, count: int) -> list[Indices]:
-        """Indices of the documents of each of the `count` names that the corpus was made from."""
+    def sources(self) -> list[Indices]:
+        """Indices of the documents of each of the names that the corpus was made from."""
+        count = 1 + max((file.data.source for file in self._files), default=-1)
         parts: list[list[Indices]] = [[np.arange(0)] for _ in range(count)]
         for file in self._files:
             parts[file.data.source].append(np.arange(file.first, file.first + len(file.starts)))

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ligermodels.errors import ConfigError
+from ligermodels.arguments import check_number
+from ligermodels.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from ligermodels.data.corpus import Corpus
@@ -108,6 +109,7 @@ class Mixture:
         weights: positive weight of each source; they need not add up to 1.
 
     Raises:
+        InputError: there is not one weight for each source, or a weight is not a positive number.
         ConfigError: a source has no document.
 
     Examples:
@@ -118,6 +120,10 @@ class Mixture:
     """
 
     def __init__(self, sources: Sequence[Indices], weights: Sequence[float]) -> None:
+        if len(sources) != len(weights) or not len(sources):
+            raise InputError(f"weights: give one for each source; got {len(weights)} for {len(sources)} sources")
+        for number, weight in enumerate(weights):
+            check_number(f"weights[{number}]", weight, positive=True)
         if empty := [number for number, source in enumerate(sources, 1) if not len(source)]:
             raise ConfigError(f"data_weights: source {empty[0]} of data has no document to train on; leave it out")
         self._sources = list(sources)
@@ -136,8 +142,7 @@ class Mixture:
             indices: the documents to use, sorted, int64.
             weights: weight of each source.
         """
-        sources = corpus.sources(len(weights))
-        return cls([indices[np.isin(indices, source)] for source in sources], weights)
+        return cls([indices[np.isin(indices, source)] for source in corpus.sources()], weights)
 
     @property
     def key(self) -> list[list[int]]:

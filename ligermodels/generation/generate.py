@@ -221,13 +221,14 @@ class Decoding:
         if do_sample:
             check_sampling(temperature, top_k, top_p, min_p)
         batch, length = self.prompts.ids.shape
-        self.prompts = self.prompts.for_samples(num_return_sequences, do_sample)
+        count = num_return_sequences or 1  # None for the default
+        self.prompts = self.prompts.for_samples(count, do_sample)
         self.given_routing = None
         if routing is not None:
             given = check_given(routing, batch, length, self.max_new_tokens)
-            self.given_routing = given.repeat_interleave(num_return_sequences, 0)
+            self.given_routing = given.repeat_interleave(count, 0)
         self.penalty = 1.0 if repetition_penalty is None else float(repetition_penalty)
-        self.cuda_graph, self.samples = cuda_graph, do_sample
+        self.cuda_graph, self.samples = cuda_graph is not False, do_sample
         self.generator, self.batch_invariant = generator, batch_invariant
         self.choose: Callable[[Tensor], Tensor] = greedy
         if do_sample:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.layers.router import NOT_ROUTED, ROUTING_DTYPES
+from ligermodels.layers.router import ROUTING_DTYPES
+from ligermodels.ops import NOT_ROUTED
 from ligermodels.ops.runtime.checks import check_plain
 
 

@@ -149,4 +149,6 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None, m
     """InputError if temperature (above 0), top_k (0 or more), top_p or min_p (in [0, 1]) is out of its range."""
     check_values(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     if not temperature:
-        raise InputError(f"temperature must be above 0, got {temperature}; for greedy decoding leave do_sample off")
+        raise InputError(
+            f"temperature must be above 0 to sample, got {temperature}; generate with do_sample=False decodes greedily"
+        )

@@ -27,7 +27,7 @@ from ligermodels.integrations.modules import part, within_adapter
 from ligermodels.integrations.settings import keeps_config
 from ligermodels.integrations.token_statistics import OUTPUTS
 from ligermodels.layers import IGNORE_INDEX, Targets
-from ligermodels.layers.targets import per_item
+from ligermodels.losses.sequences import per_item
 
 Trainer = TypeVar("Trainer")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.arguments import check_flag, check_number, is_sequence
+from ligermodels.arguments import check_flag, check_number, is_sequence, parameter_names
 from ligermodels.errors import InputError
 from ligermodels.layers.config_checks import check_numbers
 from ligermodels.layers.linear import Linear
@@ -170,6 +170,15 @@ def check_log_prob_options(options: Mapping[str, Any], labels: Tensor | None) ->
     return given_options(options)
 
 
+def _options_of(op: Callable[..., Any]) -> list[str]:
+    """What a caller of a head may choose of an op over hidden states, a weight, targets and a bias."""
+    return [name for name in parameter_names(op)[4:] if name not in ("softcap", "logit_scale")]  # the config's
+
+
+_OPTIONS = {False: _options_of(ops.linear_cross_entropy), True: _options_of(ops.linear_log_probs)}
+"""Whether log-probabilities take the place of the loss -> the options."""
+
+
 def loss_or_log_probs(
     config: HeadConfig,
     hidden: Tensor,
@@ -193,7 +202,13 @@ def loss_or_log_probs(
 
     Returns:
         The op's results by name.
+
+    Raises:
+        InputError: an option that the op does not have.
     """
+    for name in options:
+        if name not in _OPTIONS[log_probs]:
+            raise InputError(f"{name}: no such argument; options of the head are {', '.join(_OPTIONS[log_probs])}")
     scaling: dict[str, Any] = {"softcap": config.softcap, "logit_scale": config.logit_scale}
     if log_probs:
         numbers = ops.linear_log_probs(hidden, weight, targets, bias, **scaling, **options)

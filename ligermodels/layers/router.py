@@ -15,12 +15,11 @@ from ligermodels.layers.config_checks import check_choice, check_numbers, check_
 from ligermodels.layers.keeps_dtype import at_least_float32, keeping
 from ligermodels.layers.norm import NormConfig
 from ligermodels.layers.sharding import TensorSharding, local
-from ligermodels.ops.runtime.tensors import elementwise, without_autocast
+from ligermodels.ops import RouterOptions
+from ligermodels.ops.runtime.tensors import without_autocast
 
 ROUTING_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.int64)
 """Dtypes of experts that a caller gives."""
-NOT_ROUTED = -1
-"""In a routing: the expert of a token whose experts are not known, such as padding; the router chooses them."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,14 @@ class RouterConfig:
                 f"to; got {self.top_k}"
             )
 
+    @property
+    def options(self) -> RouterOptions:
+        """The options of `ops.route_tokens`."""
+        return RouterOptions(
+            self.top_k, self.scores, self.num_groups, self.top_k_groups, self.scores_per_group, self.normalize,
+            self.eps, self.min_sum, self.scale,
+        )  # fmt: skip
+
 
 class Routing(NamedTuple):
     """Result of a router: `logits` (N, E); `weights` (N, top_k), at least float32; and `experts`, long (N, top_k), in
@@ -155,8 +162,8 @@ class Router(nn.Module):
         Args:
             tokens: (N, H).
             given_experts: (N, top_k), any integer dtype: experts to use in place of the router's choice, in this order.
-                Their weights are computed as for chosen experts. A token with `NOT_ROUTED` keeps the router's
-                choice. Default: None.
+                Their weights are computed as for chosen experts. A token with `ops.NOT_ROUTED` (-1) keeps the
+                router's choice. Default: None.
 
         Returns:
             The logits, and the experts and weights of each token.
@@ -172,40 +179,5 @@ class Router(nn.Module):
                 logits = ops.dense_linear(tokens.to(wide), weight.to(wide), bias)
         else:
             logits = ops.dense_linear(tokens, weight, bias)
-        scores = softmax(logits) if config.scores == "softmax" else elementwise(torch.sigmoid, _wide(logits))
-        experts = self._choice(logits, scores).topk(config.top_k, dim=-1).indices
-        if given_experts is not None:
-            experts = torch.where(given_experts == NOT_ROUTED, experts, given_experts)
-        weights = scores.gather(1, experts)
-        if config.normalize:
-            total = weights.sum(-1, keepdim=True) + config.eps
-            weights = weights / (total.clamp(min=config.min_sum) if config.min_sum else total)
-        weights = weights if config.scale == 1.0 else weights * config.scale
+        weights, experts = ops.route_tokens(logits, self.selection_bias, given_experts, options=config.options)
         return Routing(logits, weights if expert_scales is None else weights * expert_scales[experts], experts)
-
-    def _choice(self, logits: Tensor, scores: Tensor) -> Tensor:
-        """Numbers (N, E) whose highest are those of the chosen experts."""
-        choice = scores if self.selection_bias is None else scores + self.selection_bias
-        if self.config.top_k_groups < self.config.num_groups:
-            return _best_groups(choice, self.config)
-        if self.config.scores == "sigmoid" and self.selection_bias is None:
-            return _wide(logits)  # in the same order, and no two saturate
-        return choice
-
-
-def softmax(logits: Tensor) -> Tensor:
-    """The softmax of `logits` (N, E), at least float32."""
-    return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _best_groups(choice: Tensor, config: RouterConfig) -> Tensor:
-    """`choice` (N, E) with -inf for the experts outside each token's best groups."""
-    groups = choice.unflatten(1, (config.num_groups, -1))
-    scores = groups.topk(config.scores_per_group, dim=-1).values.sum(-1)
-    best = scores.topk(config.top_k_groups, dim=-1).indices
-    outside = torch.ones_like(scores, dtype=torch.bool).scatter(1, best, False)
-    return groups.masked_fill(outside[..., None], float("-inf")).flatten(1)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers.context import RouterOutput
-from ligermodels.layers.router import softmax
 from ligermodels.layers.tokens import ContextShard
 
 
@@ -78,7 +77,7 @@ def load_balancing_loss(
     total = (tokens.total(weights.sum()) * len(router_outputs)).clamp(min=1)
     choices, probability_sums = [], []
     for logits, top_k, experts, _ in router_outputs:
-        probabilities = softmax(logits)
+        probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         if experts is None or not replayed:
             experts = probabilities.topk(top_k, dim=-1).indices
         chosen = torch.zeros_like(probabilities).scatter(1, experts, 1)

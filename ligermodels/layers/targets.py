@@ -15,6 +15,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers.lm_head import WITHOUT_TARGET, HeadLoss, as_head_loss
 from ligermodels.layers.packing import document_of
 from ligermodels.layers.tokens import SelectedTokens, TokenLayout, Tokens, token_layout
+from ligermodels.losses.sequences import per_item
 from ligermodels.ops.loss.linear_head import SKIP_BELOW
 from ligermodels.ops.loss.sampler import is_temperature
 from ligermodels.ops.loss.token_losses import check_mean_weights
@@ -304,31 +305,3 @@ class Targets:
             return self.layout.sum(x) if divisor is None else per_item(self.layout.sum(x), divisor)
         fill = WITHOUT_TARGET[name]
         return self.layout.restore(x if self.tokens is None else self.tokens.restore(x, fill), fill)
-
-
-def per_item(total: Tensor, num_items_in_batch: Tensor | float) -> Tensor:
-    """Divide a summed loss by the number of targets in the whole batch.
-
-    Args:
-        total: the sum, a scalar.
-        num_items_in_batch: the number, or a tensor of one element.
-
-    Returns:
-        total / num_items_in_batch. 0 / 0 is 0: without a target in all micro-batches there is no loss.
-
-    Raises:
-        InputError: several numbers; a negative number; or 0 where the total is not 0. For a tensor on a GPU the last
-            two are device assertions.
-    """
-    message = "num_items_in_batch: must be above 0, the number of targets; 0 only where no label is counted"
-    if isinstance(num_items_in_batch, Tensor):
-        items = num_items_in_batch
-        if items.numel() != 1:
-            raise InputError(f"num_items_in_batch: must be one number, got a tensor of shape {tuple(items.shape)}")
-        assert_async((items > 0) | (items == 0) & (total == 0), f"{message}; got another tensor")
-        return total / items.masked_fill(items == 0, 1)
-    if not num_items_in_batch >= 0:
-        raise InputError(f"{message}; got {num_items_in_batch}")
-    if num_items_in_batch == 0:
-        assert_async(total == 0, f"{message}; got 0")
-    return total / (num_items_in_batch or 1)

@@ -17,6 +17,7 @@ from ligermodels.losses.sequences import (
     check_used,
     lengths,
     masked,
+    per_item,
 )
 
 OP = "grpo_loss"
@@ -61,44 +62,47 @@ def _sapo(ratio: Tensor, advantages: Tensor, log_probs: Tensor, options: Options
     return -4 / temperature * torch.sigmoid(temperature * (ratio - 1)) * advantages, None, None
 
 
-def _of_sequences(mask: Tensor, options: Options) -> Tensor:
-    return (lengths(mask) * len(mask)).unsqueeze(1)
+def _by_sequences(losses: Tensor, mask: Tensor, options: Options) -> Tensor:
+    return losses / (lengths(mask) * len(mask)).unsqueeze(1)
 
 
-def _of_tokens(mask: Tensor, options: Options) -> Tensor:
-    return mask.sum().clamp(min=1)
+def _by_tokens(losses: Tensor, mask: Tensor, options: Options) -> Tensor:
+    return losses / mask.sum().clamp(min=1)
 
 
-def _of_items(mask: Tensor, options: Options) -> Tensor:
+def _by_items(losses: Tensor, mask: Tensor, options: Options) -> Tensor:
     items = options["num_items_in_batch"]
-    return _of_tokens(mask, options) if items is None else torch.as_tensor(items, device=mask.device).clamp(min=1)
+    if items is None:
+        return _by_tokens(losses, mask, options)
+    items = items.to(losses.device) if isinstance(items, Tensor) else items
+    return per_item(losses, items, f"{OP}: num_items_in_batch")
 
 
-def _of_places(mask: Tensor, options: Options) -> Tensor:
-    return torch.as_tensor(len(mask) * options["max_completion_length"], device=mask.device)
+def _by_places(losses: Tensor, mask: Tensor, options: Options) -> Tensor:
+    return losses / (len(mask) * options["max_completion_length"])
 
 
 class _LossType(NamedTuple):
     """A loss type of `grpo_loss`.
 
     surrogate: (ratio, advantages, log_probs, options) -> the loss of each token; bool, clipped low; bool, clipped high.
-    divisor: (mask, options) -> the divisor of the sum of losses.
+    divided: (losses of tokens, mask, options) -> terms of the loss, whose sum is the loss.
     options: the options that it uses, with their defaults.
     """
 
     surrogate: Surrogate
-    divisor: Callable[[Tensor, Options], Tensor]
+    divided: Callable[[Tensor, Tensor, Options], Tensor]
     options: dict[str, float | None]
 
 
 CLIPPING = {"epsilon": 0.2, "epsilon_high": None, "delta": None}
 LOSS_TYPES = {
-    "grpo": _LossType(_clipped, _of_sequences, CLIPPING),
-    "bnpo": _LossType(_clipped, _of_tokens, CLIPPING),
-    "dr_grpo": _LossType(_clipped, _of_places, {**CLIPPING, "max_completion_length": None}),
-    "dapo": _LossType(_clipped, _of_items, {**CLIPPING, "num_items_in_batch": None}),
-    "cispo": _LossType(_cispo, _of_items, {"epsilon_high": None, "num_items_in_batch": None}),
-    "sapo": _LossType(_sapo, _of_sequences, {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}),
+    "grpo": _LossType(_clipped, _by_sequences, CLIPPING),
+    "bnpo": _LossType(_clipped, _by_tokens, CLIPPING),
+    "dr_grpo": _LossType(_clipped, _by_places, {**CLIPPING, "max_completion_length": None}),
+    "dapo": _LossType(_clipped, _by_items, {**CLIPPING, "num_items_in_batch": None}),
+    "cispo": _LossType(_cispo, _by_items, {"epsilon_high": None, "num_items_in_batch": None}),
+    "sapo": _LossType(_sapo, _by_sequences, {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}),
 }
 
 
@@ -195,7 +199,7 @@ def grpo_loss(
     if importance_sampling_level == "sequence":
         log_ratio = (log_ratio.sum(1) / lengths(mask)).unsqueeze(1)
     ratio = log_ratio.exp()
-    surrogate, divisor, _ = LOSS_TYPES[loss_type]
+    surrogate, divided, _ = LOSS_TYPES[loss_type]
     losses, low, high = surrogate(ratio, advantages, new, options)
     kl = None
     if ref_log_probs is not None:
@@ -203,7 +207,7 @@ def grpo_loss(
         kl = torch.expm1(difference) - difference
         kl = kl * ratio if use_bias_correction_kl else kl
         losses = losses + beta * kl if beta else losses
-    loss = (torch.where(mask, losses, 0.0) / divisor(mask, options)).sum()
+    loss = divided(torch.where(mask, losses, 0.0), mask, options).sum()
     either = None if low is None or high is None else low | high
     return GRPOLoss(loss, *(_mean(x, mask) for x in (kl, low, high, either)))
 

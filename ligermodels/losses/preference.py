@@ -21,6 +21,7 @@ from ligermodels.losses.sequences import (
     check_used,
     lengths,
     masked,
+    per_item,
     reduced,
     reference_sums,
     sequence_log_probs,
@@ -134,7 +135,7 @@ def dpo_loss(
     chosen, rejected = ratios.chunk(2)
     pairs = Pairs(
         chosen, rejected, score[0] - score[1], average[0] - average[1], policy_chosen - policy_rejected,
-        ref_chosen - ref_rejected, _nll(log_probs, mask, num_nll_tokens), beta, smoothing,
+        ref_chosen - ref_rejected, _nll("dpo_loss", log_probs, mask, num_nll_tokens), beta, smoothing,
         0.05 if discopop_tau is None else discopop_tau,
     )  # fmt: skip
     rewards = (beta * scores.detach()).chunk(2)
@@ -181,7 +182,7 @@ def cpo_loss(
         log_probs, log_probs.new_zeros(len(log_probs)), mask, beta=beta, loss_type=loss_type,
         label_smoothing=label_smoothing, reduction="none",
     )  # fmt: skip
-    losses = found.loss + cpo_alpha * _nll(log_probs, mask, num_nll_tokens)
+    losses = found.loss + cpo_alpha * _nll("cpo_loss", log_probs, mask, num_nll_tokens)
     return found._replace(loss=reduced("cpo_loss", losses, reduction))
 
 
@@ -253,7 +254,7 @@ def orpo_loss(
     if nll_mask is not None:
         check_tensor("orpo_loss", "nll_mask", nll_mask, mask.shape, mask.device, torch.bool)
     check_finite("orpo_loss", num_nll_tokens=num_nll_tokens)
-    nll = _nll(log_probs, mask if nll_mask is None else nll_mask, num_nll_tokens)
+    nll = _nll("orpo_loss", log_probs, mask if nll_mask is None else nll_mask, num_nll_tokens)
     losses = nll - beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
     return PreferenceLoss(reduced("orpo_loss", losses, reduction), beta * chosen.detach(), beta * rejected.detach())
 
@@ -272,16 +273,20 @@ def _average_pairs(loss: str, log_probs: Tensor, mask: Tensor, beta: float) -> t
     return sequence_log_probs(log_probs, mask, average=True).chunk(2)
 
 
-def _nll(log_probs: Tensor, mask: Tensor, num_tokens: Tensor | float | None) -> Tensor:
+def _nll(loss: str, log_probs: Tensor, mask: Tensor, num_tokens: Tensor | float | None) -> Tensor:
     """(B,); the mean is the negative log-likelihood of the chosen sequences, averaged over all their tokens.
 
     Args:
+        loss: the name of the loss, for error messages.
         log_probs: (2B, T).
         mask: bool (2B, T).
         num_tokens: divisor in place of the number of tokens.
     """
     (chosen, _), (mask, _) = log_probs.chunk(2), mask.chunk(2)
-    return -masked(chosen, mask).sum(1) * len(chosen) / (mask.sum().clamp(min=1) if num_tokens is None else num_tokens)
+    total = -masked(chosen, mask).sum(1) * len(chosen)
+    if num_tokens is None:
+        return total / mask.sum().clamp(min=1)
+    return per_item(total, num_tokens, f"{loss}: num_nll_tokens")
 
 
 def _check_even(loss: str, log_probs: Tensor) -> None:

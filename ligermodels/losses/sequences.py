@@ -1,4 +1,4 @@
-"""Per-token log-probabilities over a mask: their checks, and their sums by sequence."""
+"""Per-token log-probabilities over a mask: their checks, their sums by sequence, and the division of summed losses."""
 
 import math
 from collections.abc import Collection
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ligermodels.arguments import check_flag
 from ligermodels.errors import InputError, short
-from ligermodels.ops.runtime.checks import check_tensor
+from ligermodels.ops.runtime.checks import assert_async, check_tensor
 
 
 def sequence_log_probs(log_probs: Tensor, mask: Tensor, *, average: bool = False) -> Tensor:
@@ -129,3 +129,32 @@ def reduced(loss: str, losses: Tensor, reduction: str) -> Tensor:
     """The mean of the `losses` (N,), or with `reduction` "none" the losses; InputError with the name of `loss` else."""
     check_choice(loss, "reduction", reduction, ("mean", "none"))
     return losses.mean() if reduction == "mean" else losses
+
+
+def per_item(total: Tensor, num_items_in_batch: Tensor | float, name: str = "num_items_in_batch") -> Tensor:
+    """Divide summed losses by the number of targets in the whole batch.
+
+    Args:
+        total: the sums, any shape.
+        num_items_in_batch: the number, or a tensor of one element.
+        name: name of this number, for error messages.
+
+    Returns:
+        total / num_items_in_batch. 0 / 0 is 0: without a target in all micro-batches there is no loss.
+
+    Raises:
+        InputError: several numbers; a negative number; or 0 where a sum is not 0. For a tensor on a GPU the last
+            two are device assertions.
+    """
+    message = f"{name}: must be above 0, the number of targets; 0 only where no label is counted"
+    if isinstance(num_items_in_batch, Tensor):
+        items = num_items_in_batch
+        if items.numel() != 1:
+            raise InputError(f"{name}: must be one number, got a tensor of shape {tuple(items.shape)}")
+        assert_async((items > 0) | (items == 0) & (total == 0), f"{message}; got another tensor")
+        return total / items.masked_fill(items == 0, 1)
+    if not num_items_in_batch >= 0:
+        raise InputError(f"{message}; got {num_items_in_batch}")
+    if num_items_in_batch == 0:
+        assert_async(total == 0, f"{message}; got 0")
+    return total / (num_items_in_batch or 1)

@@ -303,6 +303,9 @@ class CausalLM(GenerationMixin, ExportMixin, DeprecatedNames, NativeModel, Refus
 
         Returns:
             The loss, and what the options ask for beside it.
+
+        Raises:
+            InputError: an option that the head does not have, or a value out of its range.
         """
         options = given_options(options)
         return as_head_loss(self._gathered(self.head, last_hidden_state, targets, **options), options)

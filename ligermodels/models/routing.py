@@ -18,8 +18,9 @@ from ligermodels.layers import (
     router_z_loss,
 )
 from ligermodels.layers.layer import Layer, declared
-from ligermodels.layers.router import NOT_ROUTED, ROUTING_DTYPES
+from ligermodels.layers.router import ROUTING_DTYPES
 from ligermodels.layers.tokens import TokenLayout
+from ligermodels.ops import NOT_ROUTED
 from ligermodels.ops.runtime.checks import assert_async, check_plain
 
 if TYPE_CHECKING:

@@ -48,6 +48,7 @@ from ligermodels.ops.loss.linear_log_probs import TokenLogProbs, linear_log_prob
 from ligermodels.ops.moe.chosen_rows import ChosenRows, gather_rows, sum_rows, take_rows
 from ligermodels.ops.moe.experts import Routes, grouped_mm, grouped_mm_reference, sort_by_expert
 from ligermodels.ops.moe.mix import by_expert, grouped_mlp, mix_experts, require_grouped_mm, set_experts_backend
+from ligermodels.ops.moe.route_tokens import NOT_ROUTED, RouterOptions, route_tokens, route_tokens_reference
 from ligermodels.ops.norm.gated_rms_norm import gated_rms_norm, gated_rms_norm_reference
 from ligermodels.ops.norm.layer_norm import layer_norm, layer_norm_reference
 from ligermodels.ops.norm.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
@@ -71,6 +72,7 @@ from ligermodels.ops.runtime.dispatch import (
 )
 
 __all__ = [
+    "NOT_ROUTED",
     "ChosenRows",
     "Float8Form",
     "Float8Recipe",
@@ -79,6 +81,7 @@ __all__ = [
     "Paths",
     "QuantizedFormat",
     "QuantizedWeight",
+    "RouterOptions",
     "Routes",
     "Sequences",
     "TokenLogProbs",
@@ -165,6 +168,8 @@ __all__ = [
     "rope_qkv_cached_reference",
     "rope_qkv_reference",
     "rope_reference",
+    "route_tokens",
+    "route_tokens_reference",
     "set_backend",
     "set_batch_invariant",
     "set_experts_backend",

@@ -26,8 +26,9 @@ from ligermodels.arguments import (
 from ligermodels.errors import InputError
 from ligermodels.layers import IGNORE_INDEX, KeysValues
 from ligermodels.layers.packing import packed_positions
-from ligermodels.layers.targets import per_item, shift_labels
+from ligermodels.layers.targets import shift_labels
 from ligermodels.layers.tokens import token_layout
+from ligermodels.losses.sequences import per_item
 from ligermodels.models.capture import boundaries_of
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.families import family_of

@@ -140,7 +140,7 @@ def speculative_generate(
     shaping = shaping_of(do_sample, generator, temperature, top_k, top_p, min_p)
     typical = typical_of(bool(shaping) and not do_sample, epsilon=epsilon, delta=delta)
     check_values(num_return_sequences=num_return_sequences)
-    prompts = prompts.for_samples(num_return_sequences, do_sample)
+    prompts = prompts.for_samples(num_return_sequences or 1, do_sample)
     batch, length = prompts.ids.shape
     max_new_tokens = resolve_max_new_tokens(max_new_tokens, max_length, length)
     with evaluating(model):
@@ -149,7 +149,7 @@ def speculative_generate(
         rule = rule_of(model, tree, batch, state.device, do_sample, shaping, typical, generator)
         step = TreeStep(model, drafter, state, tree, max_new_tokens, eos_ids, rule)
         sequences = step.start(ids, attention)
-        cuda_graph = cuda_graph and not is_sharded(model)
+        cuda_graph = cuda_graph is not False and not is_sharded(model)
         all_done = end_of_decoding(model)
         take_step = Graphed(partial(step, sequences), state.device, cuda_graph)
         passes = 0

@@ -21,7 +21,7 @@ from ligermodels.arguments import (
 )
 from ligermodels.errors import InputError, short
 from ligermodels.layers import IGNORE_INDEX, Targets
-from ligermodels.layers.targets import per_item
+from ligermodels.losses.sequences import per_item
 from ligermodels.models.capture import default_boundaries
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import EAGLE_TYPE

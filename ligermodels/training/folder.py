@@ -62,8 +62,13 @@ def require_apart(out: Path, base: Base, recipe: TrainingRecipe) -> None:
     would replace them, and a resumed run reads them again."""
     settings = recipe.settings()
     # With new tokens for a chat template the files of `base` are changed copies.
-    named = [(name, settings.get(name)) for name in ("base", "tokenizer", "start_from", "teacher")]
-    for name, folder in (*named, ("base", base.config.parent), ("tokenizer", base.tokenizer)):
+    named = [(name, settings.get(name)) for name in ("base", "tokenizer", "teacher")]
+    for name, folder in (
+        *named,
+        ("start_from", recipe.start),
+        ("base", base.config.parent),
+        ("tokenizer", base.tokenizer),
+    ):
         folder = None if folder is None else os.path.expanduser(folder)
         if folder is not None and os.path.isdir(folder) and out.exists() and os.path.samefile(folder, out):
             raise CheckpointError(f"{out}: is the run's {name}, which its result would replace; give another folder")

@@ -26,7 +26,6 @@ from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.training.base import Base
 from ligermodels.training.console import Console
 from ligermodels.training.locations import comparable_settings
-from ligermodels.training.mtp_recipe import NEW
 from ligermodels.training.optimizer_settings import DECAY
 from ligermodels.training.recipe import R, TrainingRecipe
 from ligermodels.training.settings import with_effect
@@ -173,15 +172,21 @@ def same_recipe(recipe: R, before: Mapping[str, Any]) -> R:
 
     Raises ConfigError if the two differ in a setting that affects training, other than LENGTH and DECAY."""
     before = settings_before(recipe, before)
-    kept = {name: before[name] for name in recipe.kept}
-    if recipe.reads_start and kept[START] and (start := recipe.settings()[START]):
-        kept[START] = start
+    now, kept = recipe.start, {name: before[name] for name in recipe.kept}
     recipe = recipe.model_copy(update={"date": recipe.date or before["date"], **kept})
+    if recipe.reads_start and recipe.start and now:
+        recipe = recipe.model_copy(update={START: now})
     # `check_schedule` compares LENGTH and DECAY.
     free = recipe.may_change | recipe.kept | BY_CONTENT | {TEACHER} | LENGTH | DECAY
-    now = {name: value for name, value in recipe.settings().items() if name not in free}
-    if message := changes(*(comparable_settings(type(recipe).model_fields, settings) for settings in (now, before))):
-        raise ConfigError(f"the run cannot resume with another recipe: {message}; leave it out, or start over")
+    fields = type(recipe).model_fields
+    given, before = (comparable_settings(fields, settings) for settings in (recipe.settings(), before))
+    changed = {name: value for name, value in given.items() if name not in free and value != before.get(name)}
+    if changed:
+        # Defaults that depend on other settings, which may change, are in none of the given settings.
+        advice = "leave it out" if changed.keys() <= recipe.model_fields_set else "give the value that it had"
+        raise ConfigError(
+            f"the run cannot resume with another recipe: {changes(changed, before)}; {advice}, or start over"
+        )
     return recipe
 
 
@@ -220,7 +225,7 @@ def content_of(recipe: TrainingRecipe, base: Base, *, on_meta: bool = False) -> 
     if teacher := recipe.settings().get(TEACHER):
         folder = hub.resolve(teacher, weights=not on_meta)
         content[TEACHER] = fingerprint.of_checkpoint(folder / "config.json", folder, None if on_meta else folder)
-    if recipe.reads_start and (start := recipe.settings()[START]) not in (None, NEW):
+    if recipe.reads_start and (start := recipe.start):
         try:
             folder = hub.resolve(start, weights=not on_meta)
         except CheckpointError as error:

@@ -49,6 +49,10 @@ class MTPRecipe(TrainingRecipe, init=False):
     learning_rate: float = Field(5e-4, ge=0, description="Peak learning rate.")
 
     @property
+    def start(self) -> str | None:
+        return None if self.start_from == NEW else self.start_from
+
+    @property
     def all_steps(self) -> int:
         """How often the head is applied, if it has `num_layers` layers."""
         return self.num_steps or max(MTP_STEPS, self.num_layers or 1)

@@ -87,8 +87,8 @@ class OptimizerSettings(BaseModel):
         if self.max_grad_norm is not None:
             raise ConfigError(
                 f"max_grad_norm: is {self.max_grad_norm:g}, and optimizer_in_bwd updates parameters before the norm of "
-                "all gradients is known; give max_grad_norm: null (--set max_grad_norm=null), or leave "
-                "optimizer_in_bwd out"
+                "all gradients is known; leave optimizer_in_bwd out, or start a run with max_grad_norm: null (--set "
+                "max_grad_norm=null), which a run that resumes cannot change"
             )
         if accumulation_steps > 1:
             raise ConfigError(

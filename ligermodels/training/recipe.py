@@ -291,9 +291,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
         if self.streaming and self.steps is None:
             raise ConfigError("streaming: needs steps, because the documents of an epoch are not counted; give them")
         if self.parallel.activation_checkpointing is not None:
-            raise ConfigError(
-                "parallel.activation_checkpointing: give it as activation_checkpointing, outside parallel"
-            )
+            raise ConfigError("parallel.activation_checkpointing: give activation_checkpointing, outside parallel")
         for name, reason in without_effect(self.conditions, dict(self), self.defaults()):
             raise ConfigError(no_effect(name, reason))
 
@@ -386,6 +384,11 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
             return type(self)(**{name: value for name, value in new.items() if name in given})
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
+
+    @property
+    def start(self) -> str | None:
+        """Folder or hub id of the heads that the run starts from; None: there are none."""
+        return getattr(self, "start_from", None)
 
     def settings(self) -> dict[str, Any]:
         """Name -> value of each field, as JSON types."""

@@ -45,7 +45,6 @@ from ligermodels.training.inputs import (
     split,
     start_tokenising,
 )
-from ligermodels.training.mtp_recipe import NEW
 from ligermodels.training.recipe import TrainingRecipe
 
 B = TypeVar("B", bound=Iterator[Batch])
@@ -224,9 +223,8 @@ def _tell_of_new_tokens(recipe: TrainingRecipe, base: Base, console: Console) ->
 
 def _check_start(recipe: TrainingRecipe) -> None:
     """ConfigError if the recipe starts from draft heads of another kind."""
-    start = recipe.settings().get(START)
-    if start not in (None, NEW):
-        require_command(config_of_heads(start), recipe.kind, start)
+    if recipe.start:
+        require_command(config_of_heads(recipe.start), recipe.kind, recipe.start)
 
 
 def _check_recipe(recipe: TrainingRecipe) -> None:

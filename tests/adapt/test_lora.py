@@ -5,6 +5,7 @@ import copy
 import json
 import math
 import shutil
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from ligermodels.adapt.adapter import rewrite_adapter
 from ligermodels.adapt.lora import lora_disabled, lora_layers
 from ligermodels.cli import app
 from ligermodels.convert.mappings import TensorView, grouped_qkv
-from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.errors import AdapterWarning, CheckpointError, ConfigError, InputError
 from ligermodels.layers import Linear
 from ligermodels.layers.lora import LoRA, LoRAPart
 from ligermodels.ops.runtime.dispatch import set_backend
@@ -339,6 +340,30 @@ def test_an_adapter_of_another_family_is_refused(tmp_path: Path) -> None:
     assert result.exit_code == 1 and "has model_type 'llama'" in result.output and not (tmp_path / "o").exists()
     shutil.rmtree(tmp_path / "llama-3")  # then there is nothing to compare with
     lm.load_adapter(lm.from_pretrained(tmp_path / "mistral-nemo"), adapter)
+
+
+def test_an_adapter_of_other_weights_is_a_warning(tmp_path: Path) -> None:
+    """Where both are there to compare; merging into a relative of the base may be what is wanted."""
+    for seed, name in enumerate(("own", "other")):
+        torch.manual_seed(seed)
+        lm.from_config(CONFIGS["llama-3"]).save_pretrained(tmp_path / name)
+    adapter = tmp_path / "adapter"
+    lm.save_adapter(lm.add_lora(lm.from_pretrained(tmp_path / "own"), 2), adapter)
+    message = rf"the adapter is for '.*/own', whose .* has other values than in {tmp_path}/other"
+    with pytest.warns(AdapterWarning, match=message):
+        lm.load_adapter(lm.from_pretrained(tmp_path / "other"), adapter)
+    command = ["lora", "merge", *(str(tmp_path / name) for name in ("other", "adapter", "merged"))]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0 and "has other values than in" in result.stderr
+    # The same weights in another folder or dtype, and a base that is not there.
+    shutil.copytree(tmp_path / "own", tmp_path / "copy")
+    lm.from_pretrained(tmp_path / "own", dtype="bfloat16").save_pretrained(tmp_path / "bfloat16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in ("own", "copy", "bfloat16"):
+            lm.load_adapter(lm.from_pretrained(tmp_path / name), adapter)
+        shutil.rmtree(tmp_path / "own")
+        lm.load_adapter(lm.from_pretrained(tmp_path / "other"), adapter)
 
 
 def test_an_adapter_beside_a_checkpoint(tmp_path: Path) -> None:

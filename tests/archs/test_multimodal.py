@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from zoo import MULTIMODAL, gradients_of, make_checkpoint, plain, relative_error, stored_as, thinker
 
 import ligermodels as lm
@@ -157,8 +158,12 @@ def test_export_of_everything_in_every_layout(config: dict[str, Any], layout: di
 
 @pytest.mark.parametrize(
     ("name", "prefix", "text"),
-    [("mistral3", "language_model.", "language_model.model"), ("qwen3_omni_moe", "thinker.", "thinker.model")],
-    ids=["mistral3", "qwen3_omni_moe"],
+    [
+        ("mistral3", "language_model.", "language_model.model"),
+        ("qwen2_vl", "", "model"),
+        ("qwen3_omni_moe", "thinker.", "thinker.model"),
+    ],
+    ids=["mistral3", "qwen2_vl", "qwen3_omni_moe"],
 )
 @pytest.mark.parametrize("beside", [True, False, None])
 @pytest.mark.parametrize("within", [True, False, None])
@@ -178,9 +183,11 @@ def test_a_head_is_tied_as_the_file_says(
     tensors = load_file(file)
     head, embedding = f"{prefix}lm_head.weight", f"{text}.embed_tokens.weight"
     if stored == "no":
-        del tensors[head]
+        tensors.pop(head, None)
     elif stored == "equal":
         tensors[head] = tensors[embedding].clone()
+    else:
+        tensors[head] = tensors.get(head, tensors[embedding]) + 1
     save_file(tensors, file)
     if beside is not None and beside == within:
         if (beside, stored) == (False, "no"):
@@ -201,6 +208,29 @@ def test_a_head_is_tied_as_the_file_says(
         tied = stored != "other"
     model = lm.from_pretrained(tmp_path)
     assert model.config.head.tied == tied == model.hf_config["tie_word_embeddings"]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("within", [True, False, None])
+@pytest.mark.parametrize("beside", [True, False, None])
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_tied_flags_without_weights_are_those_of_transformers(
+    name: str, beside: bool | None, within: bool | None
+) -> None:
+    """Or an error where releases differ, for an inner flag alone."""
+    config = copy.deepcopy(MULTIMODAL[name])
+    holder = config.get("thinker_config", config)
+    for level, flag in ((holder, beside), (holder["text_config"], within)):
+        level.pop("tie_word_embeddings", None)
+        level |= {} if flag is None else {"tie_word_embeddings": flag}
+    theirs = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config))
+    wanted = bool(getattr(getattr(theirs, "thinker_config", theirs), "tie_word_embeddings", False))
+    try:
+        model = lm.from_config(config, device="meta")
+    except ConfigError as error:
+        assert beside is None and within is not None and "set tie_word_embeddings beside text_config too" in str(error)
+    else:
+        assert model.config.head.tied == wanted
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,19 @@ def test_a_flag_without_effect_is_refused(folder: Path, command: str) -> None:
     result = CliRunner().invoke(app, command.split())
     assert (result.exit_code, REFUSED[command] in result.stderr) == (2, True), result.stderr
     assert not (folder / "new").exists()
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["typed", "of the checkpoint"])
+def test_sampling_at_temperature_0_names_the_flags(folder: Path, tmp_path: Path, stored: bool) -> None:
+    """In place of the arguments of Python, which have other names."""
+    base = shutil.copytree(folder / "base", tmp_path / "base")
+    command, typed = f"generate {base} --prompt fine --device cpu --max-new-tokens 2", "--sample --temperature 0"
+    if stored:
+        (base / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.0}')
+        typed = ""
+    result = CliRunner().invoke(app, [*command.split(), *typed.split()])
+    assert result.exit_code == 2 and "--temperature: must be above 0 to sample; --greedy decodes" in result.stderr
+    assert CliRunner().invoke(app, [*command.split(), "--greedy"]).exit_code == 0
 
 
 @pytest.mark.parametrize("kind", ["eagle", "dflash", "dspark", "medusa --profile tgi"])

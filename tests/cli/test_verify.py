@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 from zoo import LLAMAS as CONFIGS
 from zoo import make_checkpoint
 
+from ligermodels.cli import app
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.verify import relative_error, verify
 
@@ -100,6 +102,18 @@ def test_what_cannot_be_compared_is_no_agreement() -> None:
     assert relative_error(one, one * 0) == math.inf
     assert math.isnan(relative_error(one * math.nan, one)) and math.isnan(relative_error(one, one.T))
     assert relative_error(3 * one, 2 * one) == 0.5
+
+
+def test_the_first_mismatch_has_one_name_in_json(untied: Path, tmp_path: Path) -> None:
+    """As in the report of draft heads and in Python."""
+    folder = changed(untied, tmp_path / "other")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for reference, wanted in ((folder, "decoder.blocks.1.mlp"), (untied, None)):
+        result = CliRunner().invoke(app, ["verify", str(untied), "--reference", str(reference), "--json"])
+        found = json.loads(result.stdout)
+        assert (found["first_mismatch"], found["passed"], result.exit_code) == (wanted, not wanted, bool(wanted))
 
 
 def test_nan_in_both_models_fails(untied: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ligermodels.data.corpus import Corpus
 from ligermodels.data.documents import Documents
 from ligermodels.data.orders import Mixture
 from ligermodels.data.packing import PackedBatches
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, InputError
 from ligermodels.training import FineTuningRecipe
 from ligermodels.training.inputs import mixture_summary, packed, split
 
@@ -55,6 +55,24 @@ def test_weights_are_shares_of_documents(
 def test_a_source_without_documents_is_named() -> None:
     with pytest.raises(ConfigError, match="source 2 of data has no document"):
         Mixture([np.arange(3), np.arange(0)], [1, 1])
+
+
+@pytest.mark.parametrize("weights", [[0, 1], [1, -1], [1, float("nan")], [1, float("inf")], ["1", 1]], ids=str)
+def test_weights_in_python_are_positive_numbers(weights: list[float]) -> None:
+    bad = next(number for number, weight in enumerate(weights) if weight != 1)
+    with pytest.raises(InputError, match=rf"weights\[{bad}\]: must be a number above 0, got"):
+        Mixture([np.arange(3), np.arange(3, 9)], weights)
+
+
+def test_there_is_a_weight_for_each_source(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for file in files:
+        file.write_text("Hi")
+    for weights in ([], [1], [1, 1, 1]):
+        with pytest.raises(InputError, match=f"weights: give one for each source; got {len(weights)} for 2 sources"):
+            Mixture.of(Corpus(files), np.arange(2), weights)
+    with pytest.raises(InputError, match="got 0 for 0 sources"):
+        Mixture([], [])
 
 
 def ids_of(batches: Iterable[Batch]) -> list[list[int]]:

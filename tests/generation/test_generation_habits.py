@@ -257,6 +257,18 @@ def test_bad_options(pair: tuple[Any, lm.CausalLM], name: str, value: Any, messa
         pair[1].generate(IDS, **{"pad_token_id": 0, **sampled, name: value})
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("name", ["num_return_sequences", "cuda_graph", "batch_invariant"])
+def test_none_stands_for_the_default(pair: tuple[Any, lm.CausalLM], name: str, sampled: bool) -> None:
+    """As for `model.generate`, and in functions that take no defaults from a checkpoint."""
+    options: dict[str, Any] = {"do_sample": sampled, "pad_token_id": 0}
+
+    def sampled_or_not(**more: Any) -> Tensor:
+        return generate(pair[1], IDS, 3, **options, **more, generator=torch.Generator().manual_seed(0))
+
+    assert torch.equal(sampled_or_not(**{name: None}), sampled_or_not())
+
+
 @pytest.mark.parametrize("prompt", ["text", numpy.array([[5, 6]]), {"input_ids": [5]}, [True, False], [5.0]])
 def test_bad_prompts(pair: tuple[Any, lm.CausalLM], prompt: Any) -> None:
     with pytest.raises(InputError, match="input_ids must be a tensor"):

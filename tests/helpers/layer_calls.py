@@ -183,7 +183,7 @@ for kind in ("int4", "nf4", "mxfp4", "float8"):
     )(quantized_linear)  # fmt: skip
 
 
-@calls("dequantize_weight, 4 bits", dtype=PRODUCTS, kind=("int4", "nf4", "mxfp4"))
+@calls("dequantize_weight", dtype=PRODUCTS, kind=("float8", "int4", "nf4", "mxfp4"))
 def dequantize_weight(dtype: torch.dtype, kind: Any) -> None:
     codes, scales = ops.empty_quantized(kind, 40, 300, torch.device("cpu"))
     ops.dequantize_weight(codes, scales.fill_(1), 300, dtype)
@@ -206,6 +206,23 @@ def few_tokens(dtype: torch.dtype, kind: Any, tokens: int, sizes: tuple[int, int
         return
     codes = [ops.empty_quantized(kind, 3 * out, width, torch.device("cpu")) for _, out, width in shapes]
     ops.quantized_mix_experts(x, weights, experts, *codes, 3, *biases, activation=activation)
+
+
+@calls(
+    "route_tokens", dtype=FLOATS,
+    sizes=((5, 1, 1), (128, 8, 1), (160, 6, 8), (256, 8, 8), (512, 10, 1), (4096, 64, 1), (4096, 64, 16)),
+    scores=("softmax", "sigmoid"), bias=BOTH, given=(None, torch.int64, torch.int32, torch.int16, torch.uint8),
+    numbers=((True, 0.0, 0.0, 1.0), (False, 0.0, 0.0, 2.5), (True, 1e-20, 0.1, 1.0)), scores_per_group=(1, 2),
+)  # fmt: skip
+def route_tokens(
+    dtype: torch.dtype, sizes: tuple[int, int, int], scores: Any, bias: bool, given: torch.dtype | None, numbers: Any,
+    scores_per_group: int,
+) -> None:  # fmt: skip
+    num_experts, top_k, groups = sizes
+    options = ops.RouterOptions(top_k, scores, groups, max(groups // 2, 1), scores_per_group, *numbers)
+    selection_bias = leaf(num_experts, dtype=F32, grad=False) if bias else None
+    own = None if given is None else torch.zeros(9, top_k, dtype=given)
+    backward(*ops.route_tokens(leaf(9, num_experts, dtype=dtype), selection_bias, own, options=options))
 
 
 @calls("take_rows, sum_rows", dtype=PRODUCTS, width=(48, 5120), weighted=BOTH, grads=GRADS)

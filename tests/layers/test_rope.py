@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from ligermodels.archs.fields import Fields
+from ligermodels.archs.rope import read_rope
 from ligermodels.convert.config_json import for_export
 from ligermodels.errors import ConfigError
 from ligermodels.layers import (
@@ -278,6 +279,23 @@ def test_frequencies_stay_fp32_and_come_back_from_meta(rope: RopeConfig) -> None
 def test_bad_settings_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ours("llama", config_of("llama", fields), None)
+
+
+@pytest.mark.parametrize("channels", range(1, 11))
+@pytest.mark.parametrize("truncate", [False, True])
+def test_yarn_over_few_channels(channels: int, truncate: bool) -> None:
+    """The frequencies of transformers, whose ramp fits an even number of channels alone."""
+    fields = {**YARN, "rope_theta": 1e4, "partial_rotary_factor": channels / HEAD_DIM, "truncate": truncate}
+    if channels % 2:
+        with pytest.raises(
+            ConfigError, match=f"YaRN needs an even number of rotated channels, got {channels} by head_"
+        ):
+            read_rope(Fields(fields), HEAD_DIM, CONTEXT, True)
+        return
+    wanted, factor = ROPE_INIT_FUNCTIONS["yarn"](LlamaConfig(**BASE, rope_parameters=dict(fields)), "cpu")
+    rope = read_rope(Fields(fields), HEAD_DIM, CONTEXT, True)
+    assert rope.attention_factor == pytest.approx(factor)
+    torch.testing.assert_close(inverse_frequencies(rope), wanted)
 
 
 @pytest.mark.parametrize(

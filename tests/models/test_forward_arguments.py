@@ -116,6 +116,23 @@ def test_none_stands_for_the_default() -> None:
         model(ids, labels=ids, past_key_values=None)
 
 
+@pytest.mark.parametrize(
+    ("option", "known"),
+    [
+        ({"label_smothing": 0.1}, "token_weights, .*label_smoothing, .*return_rank"),
+        ({"num_items_in_batch": 3}, "reduction"),
+        ({"softcap": 3.0}, "z_loss"),  # of the config
+        ({"log_probs": True, "label_smoothing": 0.1}, "temperature, .*return_entropy"),
+    ],
+    ids=str,
+)
+def test_options_that_a_head_does_not_have(option: dict[str, Any], known: str) -> None:
+    model, ids = make("llama-3.1"), draw()
+    hidden = torch.randn(16, model.config.hidden_size).double()
+    with pytest.raises(InputError, match=f"^{list(option)[-1]}: no such argument; options of the head are .*{known}"):
+        model.head_loss(hidden, ids.flatten(), **option)
+
+
 @pytest.mark.parametrize("reduction", ["none", "median"])
 def test_a_count_of_items_divides_only_a_summed_loss(reduction: str) -> None:
     model, ids = make("llama-3.1"), draw()

@@ -306,6 +306,16 @@ def test_generalized_jsd_names_its_ends(beta: float, divergence: str) -> None:
         losses.generalized_jsd_loss(*tensors, beta=1.1)
 
 
+def test_no_tokens_to_divide_by() -> None:
+    """Without a token in the whole batch there is no loss; fewer than one token per rank is a number as others are."""
+    log_probs, nothing = -torch.rand(4, 3), torch.zeros(4, 3, dtype=torch.bool)
+    for none in (0, torch.tensor(0)):
+        assert losses.cpo_loss(log_probs, nothing, num_nll_tokens=none).loss.isfinite()
+        assert losses.grpo_loss(log_probs, torch.ones(4), nothing, num_items_in_batch=none).loss == 0
+    one = [losses.grpo_loss(log_probs, torch.ones(4), ~nothing, num_items_in_batch=n).loss for n in (1, 0.25)]
+    torch.testing.assert_close(one[1], 4 * one[0])
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
@@ -344,6 +354,16 @@ def test_generalized_jsd_names_its_ends(beta: float, divergence: str) -> None:
         ("grpo", {"use_bias_correction_kl": True}, "use_bias_correction_kl needs ref_log_probs"),
         ("grpo", {"advantages": torch.ones(3)}, r"advantages must be floating of shape \(4\)"),
         ("grpo", {"old_log_probs": torch.ones(4, 2)}, r"old_log_probs must be floating of shape \(4, 3\)"),
+        *(
+            (loss, {name: number}, f"{name}: must be above 0")
+            for loss, name in (
+                ("dpo", "num_nll_tokens"),
+                ("cpo", "num_nll_tokens"),
+                ("orpo", "num_nll_tokens"),
+                ("grpo", "num_items_in_batch"),
+            )
+            for number in (0, -2, torch.tensor(0), torch.tensor(-2.0))
+        ),
     ],
     ids=str,
 )

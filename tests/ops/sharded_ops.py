@@ -194,6 +194,7 @@ def check_refusals(mesh: Any) -> None:
         "cross_entropy ": lambda: ops.cross_entropy(torch.ones(4, 9), torch.ones(4).long(), class_weights=whole(9)),
         "linear_log_probs": lambda: ops.linear_log_probs(torch.ones(4, 8), whole(9, 8), torch.ones(4).long()),
         "topk_indices": lambda: ops.topk_indices(whole(4, 9), 2),
+        "route_tokens": lambda: ops.route_tokens(whole(4, 9), options=ops.RouterOptions(2)),
         "grouped_mm": lambda: ops.grouped_mm(whole(4, 8), whole(1, 9, 8), torch.tensor([4], dtype=torch.int32)),
         "compact_kv_cache": lambda: ops.compact_kv_cache(whole(4, 2, 2), torch.zeros(4, 1).long()),
         "decode_attention": lambda: ops.decode_attention(

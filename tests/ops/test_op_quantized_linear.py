@@ -132,6 +132,22 @@ def test_nf4(size: tuple[int, int], dtype: torch.dtype, pieces: int | None, monk
     assert torch.equal(dequantize_weight(codes, scales, size[1], torch.bfloat16), exact.float().to(torch.bfloat16))
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_dequantized_float8(dtype: torch.dtype, kernels_device: torch.device) -> None:
+    """Every code as in the specification, NaN too, which Triton's interpreter reads as 480; and columns, which are read
+    where they are."""
+    codes = torch.arange(256, dtype=torch.uint8, device=kernels_device).repeat(3, 2)[:, :300]
+    if kernels_device.type == "cpu":
+        codes = codes.masked_fill(codes & 127 == 127, 0)
+    codes = codes.view(torch.float8_e4m3fn)
+    scales = torch.tensor([1.0, 0.3, 1e-3], device=kernels_device)
+    for part in (slice(0, 300), slice(128, 290)):
+        found = dequantize_weight(codes[:, part], scales, part.stop - part.start, dtype)
+        wanted = dequantize_weight_reference(codes[:, part], scales, part.stop - part.start, dtype)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
 def test_levels_of_nf4() -> None:
     """QLoRA's appendix E, with bitsandbytes' offset: quantiles of the normal distribution, 0, and both ends at 1."""
     quantiles = [torch.linspace(0.9677083, 0.5, count, dtype=torch.float64) for count in (9, 8)]

@@ -28,6 +28,7 @@ from ligermodels.training import (
     graph_step,
     hidden_matrices,
 )
+from ligermodels.training.folder import RECIPE
 from ligermodels.training.optimizer import optimizer_named
 from ligermodels.training.parameter_groups import parameter_groups
 from ligermodels.training.step import EagerStep
@@ -336,6 +337,23 @@ def test_runs_resume_bit_for_bit(base: Path, data: Path, tmp_path: Path, name: s
         assert losses(tmp_path / "plain") == losses(tmp_path / "whole")
         weights = [load_file(tmp_path / out / "model.safetensors") for out in ("whole", "out", "plain")]
         assert all(torch.equal(each[key], tensor) for key, tensor in weights[0].items() for each in weights)
+
+
+def test_a_run_with_clipping_is_not_advised_to_resume_without(base: Path, data: Path, tmp_path: Path) -> None:
+    """Each message advises what the next one allows: the setting that was given is the one to leave out."""
+    recipe, out = recipe_of(base, data, "adamw", steps=1, micro_batch_tokens=None), tmp_path / "out"
+    fine_tune(recipe, out)
+    whole = FineTuningRecipe.read(out / RECIPE)  # as the command reads it
+    with pytest.raises(
+        ConfigError, match=r"known; leave optimizer_in_bwd out, or start a run with max_grad_norm: null"
+    ):
+        fine_tune(whole.changed({"optimizer_in_bwd": True}), out, resume=True)
+    with pytest.raises(
+        ConfigError, match=r"max_grad_norm was 1\.0, is None; give the value that it had, or start over"
+    ):
+        fine_tune(recipe.changed({"optimizer_in_bwd": True}), out, resume=True)
+    with pytest.raises(ConfigError, match=r"max_grad_norm was 1\.0, is None; leave it out, or start over"):
+        fine_tune(recipe.changed({"max_grad_norm": None}), out, resume=True)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import as_rows, contiguous
 
-MAX_ROWS = 512
+MAX_ROWS = 2048
 """Most rows, which a program holds in its registers."""
 MEAN_ROWS = 16
 """Most rows per expert of a model: above, weights are read several times."""

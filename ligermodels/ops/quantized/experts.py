@@ -15,7 +15,7 @@ from ligermodels.ops.glu.glu import GLUOptions, check_options, gated_activation
 from ligermodels.ops.moe.experts import group_of_rows, grouped_mm
 from ligermodels.ops.moe.few_tokens import few_tokens
 from ligermodels.ops.moe.mix import by_expert, require_grouped_mm, takes_few_tokens
-from ligermodels.ops.quantized.dequantize import dequantize_weight, dequantize_weight_reference
+from ligermodels.ops.quantized.dequantize import dequantize_rows, dequantize_weight_reference
 from ligermodels.ops.quantized.expert_rows import expert_rows, expert_rows_refuse
 from ligermodels.ops.quantized.weights import GROUP, QuantizedWeight, check_quantized, columns_of, pieces
 from ligermodels.ops.runtime.checks import Signature, check_chosen, check_tensor
@@ -162,12 +162,11 @@ def _quantized_grouped_forward(x: Tensor, codes: Tensor, scales: Tensor, offsets
     codes, scales = (tensor.unflatten(0, (experts, outputs)) for tensor in (codes, scales))
     if x.shape[0] <= FEW_ROWS:
         own = group_of_rows(x, offsets)
-        weight = dequantize_weight(codes[own].flatten(0, 1), scales[own].flatten(0, 1), width, x.dtype)
-        return torch.bmm(weight.view(-1, outputs, width), x[..., None])[..., 0]
+        weight = dequantize_rows(codes[own], scales[own], width, x.dtype)
+        return torch.bmm(weight, x[..., None])[..., 0]
     for rows in pieces(outputs, experts * width, 8, PIECE):
-        own_codes, own_scales = codes[:, rows].flatten(0, 1), scales[:, rows].flatten(0, 1)
-        weight = dequantize_weight(own_codes, own_scales, width, x.dtype)
-        y[:, rows] = grouped_mm(x, weight.unflatten(0, (experts, -1)), offsets)
+        weight = dequantize_rows(codes[:, rows], scales[:, rows], width, x.dtype)
+        y[:, rows] = grouped_mm(x, weight, offsets)
     return y
 
 
@@ -178,8 +177,8 @@ def _quantized_grouped_backward(dy: Tensor, codes: Tensor, scales: Tensor, offse
     if is_fake(dy):
         return dx
     for columns in pieces(in_features, codes.shape[0], GROUP, PIECE):
-        own = QuantizedWeight(*(each.contiguous() for each in columns_of(codes, scales, columns)))
-        weight = dequantize_weight(*own, columns.stop - columns.start, dy.dtype).unflatten(0, (len(offsets), -1))
+        own = columns_of(codes, scales, columns)
+        weight = dequantize_rows(*own, columns.stop - columns.start, dy.dtype).unflatten(0, (len(offsets), -1))
         dx[:, columns] = grouped_mm(dy, weight.transpose(1, 2), offsets)
     return dx
 

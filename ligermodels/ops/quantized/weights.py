@@ -105,12 +105,12 @@ def num_groups(in_features: int) -> int:
 
 
 def format_of(codes: Tensor, scales: Tensor) -> QuantizedFormat:
-    """The format of codes and scales."""
+    """The format of codes (..., N, K or 64 G) and their scales."""
     if codes.dtype == E4M3:
         return "float8"
     if scales.dtype == torch.uint8:
         return "mxfp4"
-    return "nf4" if scales.ndim == 3 else "int4"
+    return "nf4" if scales.ndim > codes.ndim else "int4"
 
 
 def columns_of(codes: Tensor, scales: Tensor, columns: slice) -> QuantizedWeight:
