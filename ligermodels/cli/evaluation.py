@@ -255,7 +255,7 @@ def _documents(
     from ligermodels.training import MedusaRecipe, TrainingRecipe
     from ligermodels.training.base import Base
     from ligermodels.training.folder import RECIPE, read_content
-    from ligermodels.training.inputs import data_content, documents_of, require_same_content
+    from ligermodels.training.inputs import data_content, documents_of, require_same_content, split
     from ligermodels.training.recipe_file import recipe_settings
 
     recipe = MedusaRecipe()
@@ -271,7 +271,7 @@ def _documents(
     documents = documents_of(recipe, Base.of_checkpoint(folder, recipe.tokenizer), say)
     if run is None:
         return documents, documents.corpus.split(0, seed=0)[0], recipe
-    indices = documents.corpus.split(recipe.validation_fraction, recipe.seed)[1]
+    _, indices = split(recipe, documents)
     if not len(indices):
         raise InputError(f"{run}: has no validation split (validation_fraction is 0); give other data")
     return documents, indices, recipe

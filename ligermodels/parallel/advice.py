@@ -48,6 +48,7 @@ class Candidate:
         fsdp_unit: what FSDP2 gathers at once.
         activation_checkpointing: kind of activation checkpointing.
         micro_batch: sequences per forward pass of each group of `context` x `tensor` ranks.
+        passes: forward passes per step.
         memory: memory of each GPU; with expert parallelism, at an expert load of EXPERT_LOAD.
         cost: operations, communication and time of an optimizer step.
         cost_gathered_once: the same if blocks stay gathered after their forward pass (`reshard_after_forward=False`).
@@ -57,6 +58,7 @@ class Candidate:
     fsdp_unit: FsdpUnit
     activation_checkpointing: ActivationCheckpointing
     micro_batch: int
+    passes: int
     memory: StepMemory
     cost: StepCost
     cost_gathered_once: StepCost
@@ -128,25 +130,27 @@ def candidates(
                 divisions = list(_divisions(model, ranks, context, tensor))
                 fitting = _largest_that_fit(model, usable, sequences, seq_len, divisions, states)
                 for (degrees, unit), (micro, needed) in fitting.items():
+                    passes = sequences // micro
                     cost = partial(
                         step_cost,
                         size,
                         micro * seq_len,
                         seq_len,
                         degrees._asdict(),
-                        passes=sequences // micro,
+                        passes=passes,
                         activation_checkpointing=mode,
                         fsdp_unit=unit,
                         hardware=hardware,
                     )
-                    found = Candidate(degrees, unit, mode, micro, needed, cost(), cost(reshard_after_forward=False))
+                    times = cost(), cost(reshard_after_forward=False)
+                    found = Candidate(degrees, unit, mode, micro, passes, needed, *times)
                     other = plans.get((degrees, mode), found)  # with blocks as units
                     plans[degrees, mode] = min(other, found, key=lambda plan: plan.cost.seconds)
             if plans:
                 break
         if not plans:
             model.activation_checkpointing = CHECKPOINTING[-1]
-            raise ConfigError(_refusal(model, gpus, usable, seq_len, groups, states))
+            raise ConfigError(_refusal(model, gpus, usable, batch_tokens, seq_len, groups, states))
     finally:
         model.activation_checkpointing = before
     # Plans of equal speed are ordered by how much they recompute, then by memory.
@@ -212,14 +216,21 @@ def _largest_that_fit(
     fitting: dict[tuple[Degrees, FsdpUnit], tuple[int, StepMemory]] = {}
     tries = [(degrees, unit) for degrees in divisions for unit in _units(model, degrees)]
     for spread in (False, True):
-        remaining = [each for each in tries if (each[0].expert > 1) == spread]
+        remaining = alike = [each for each in tries if (each[0].expert > 1) == spread]
         for micro in [sequences] if states.optimizer_in_bwd else _divisors(sequences):
+            if micro == sequences:  # in one pass, without the gradients of passes before
+                remaining = alike
             if not remaining:
-                break
+                continue
             step = _trace(model, micro, seq_len, remaining[0][0])
             needed = {
                 (d, unit): step.memory(
-                    replicate=d.replicate, shard=d.shard, expert=d.expert, fsdp_unit=unit, **states._asdict()
+                    replicate=d.replicate,
+                    shard=d.shard,
+                    expert=d.expert,
+                    fsdp_unit=unit,
+                    passes=sequences // micro,
+                    **states._asdict(),
                 )
                 for d, unit in remaining
             }
@@ -274,6 +285,7 @@ def memory_of(
         optimizer=optimizer,
         optimizer_in_bwd=optimizer_in_bwd,
         reduce_dtype=reduce_dtype,
+        passes=plan.passes,
     )
 
 
@@ -284,14 +296,22 @@ def _trace(model: CausalLM, micro: int, seq_len: int, degrees: Degrees) -> StepT
 
 
 def _refusal(
-    model: CausalLM, gpus: int, usable: int, seq_len: int, groups: list[tuple[int, int]], states: States
+    model: CausalLM,
+    gpus: int,
+    usable: int,
+    batch_tokens: int,
+    seq_len: int,
+    groups: list[tuple[int, int]],
+    states: States,
 ) -> str:
     """The message if no plan fits: memory of the smallest plan, and how to reduce it."""
     memories = []
     for context, tensor in groups:
         (*_, most) = _divisions(model, gpus // (context * tensor), context, tensor)
-        step = _trace(model, 1, seq_len, most)
-        memories.append((context * tensor, step.memory(replicate=most.replicate, shard=most.shard, **states._asdict())))
+        step, sequences = _trace(model, 1, seq_len, most), batch_tokens // (seq_len * most.replicate * most.shard)
+        passes = 1 if states.optimizer_in_bwd else max(1, sequences)
+        needed = step.memory(replicate=most.replicate, shard=most.shard, passes=passes, **states._asdict())
+        memories.append((context * tensor, needed))
     width, least = min(memories, key=lambda item: item[1].total)
     held = least.weights + least.optimizer_states
     advice = [f"more GPUs (weights and optimizer states take {_gib(held * gpus)} in all)"]

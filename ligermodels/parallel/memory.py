@@ -39,7 +39,8 @@ class StepMemory:
         optimizer_states: states of the optimizer.
         gathered: whole parameters of the units that FSDP2 keeps gathered, and gradients that it sums over ranks.
         activations: activations at the end of the forward pass.
-        backward: rest of the peak: gradients and temporary tensors of the backward pass.
+        backward: rest of the peak: gradients, also of earlier passes of the step, and temporary tensors of the backward
+            pass.
         reference: parameters of a second, frozen model: a teacher, or the model before training.
         host: page-locked host memory for each GPU, of "offload" checkpointing; no part of the total.
     """
@@ -75,6 +76,7 @@ def step_memory(
     reduce_dtype: DtypeName | None = None,
     optimizer: OptimizerName = "adamw",
     optimizer_in_bwd: bool = False,
+    passes: int = 1,
 ) -> StepMemory:
     """Memory of a training step on each GPU.
 
@@ -100,6 +102,7 @@ def step_memory(
         reduce_dtype: dtype of sums of gradients over ranks, as in `ParallelPlan`.
         optimizer: "adamw", "adamw8bit", "muon", "muon8bit", or on unsharded parameters "adafactor".
         optimizer_in_bwd: whether the backward pass updates each parameter and frees its gradient.
+        passes: forward passes per step; see `StepTrace.memory`.
 
     Raises:
         InputError: the model is not on the meta device, or a number is out of range.
@@ -123,6 +126,7 @@ def step_memory(
         reduce_dtype=reduce_dtype,
         optimizer=optimizer,
         optimizer_in_bwd=optimizer_in_bwd,
+        passes=passes,
     )
 
 
@@ -208,6 +212,7 @@ class StepTrace:
         reduce_dtype: DtypeName | None = None,
         optimizer: OptimizerName = "adamw",
         optimizer_in_bwd: bool = False,
+        passes: int = 1,
     ) -> StepMemory:
         """Memory of the step on each GPU.
 
@@ -221,16 +226,20 @@ class StepTrace:
             reduce_dtype: dtype of sums of gradients over ranks, as in `ParallelPlan`.
             optimizer: "adamw", "adamw8bit", "muon", "muon8bit", or on unsharded parameters "adafactor".
             optimizer_in_bwd: whether the backward pass updates each parameter and frees its gradient.
+            passes: forward passes per step. From the second one on, all gradients of the passes before are in memory
+                beside the activations.
 
         Raises:
-            InputError: a number is out of range, or the optimizer is unknown.
+            InputError: a number is out of range, the optimizer is unknown, or several passes with `optimizer_in_bwd`.
             ConfigError: `expert` does not divide shard x context, Adafactor on sharded parameters, or an `fsdp_unit`
                 that this model cannot have.
         """
         if optimizer not in get_args(OptimizerName):
             raise InputError(f"optimizer: must be one of {', '.join(get_args(OptimizerName))}, got {optimizer!r}")
-        for name, number in (("replicate", replicate), ("shard", shard)):
+        for name, number in (("replicate", replicate), ("shard", shard), ("passes", passes)):
             check_count(name, number)
+        if optimizer_in_bwd and passes > 1:
+            raise InputError(f"passes: is {passes}, and optimizer_in_bwd takes one pass per step")
         divided = shard * self.context
         shares = self._shares_over(divided, self.shares.expert if expert is None else expert)
         if fsdp_unit == "model":
@@ -253,8 +262,11 @@ class StepTrace:
         else:
             whole = _gathered([gathered(shares.of(unit)) for unit in units], summed, reshard_after_forward)
         sharded = [share.sharded(ranks(share)) for share in shares]
-        kept = np.zeros(len(sharded), np.int64) if optimizer_in_bwd else np.array(sharded)
-        traced = self._traced(divided)
+        traced, own = self._traced(divided), np.array(sharded)
+        kept = (
+            np.zeros_like(own) if optimizer_in_bwd or passes > 1 else own
+        )  # further passes add to those that are there
+        accumulated = int(own[list(traced.complete)].sum()) if passes > 1 else 0
         activations, peak = traced.replay(np.array([share.nbytes for share in shares]), kept)
         states = (
             state_bytes(
@@ -269,7 +281,7 @@ class StepTrace:
             optimizer_states=sum(states),
             gathered=whole,
             activations=activations,
-            backward=peak - activations,
+            backward=peak - activations + accumulated,
             host=traced.host,
         )
 

@@ -10,7 +10,7 @@ from inspect import isfunction, signature
 from pathlib import Path
 from typing import Any
 
-from ligermodels.arguments import nearest
+from ligermodels.arguments import check_count, nearest
 from ligermodels.errors import BackendError, ConfigError, InputError, short, warn_caller
 from ligermodels.training.import_path import imported
 from ligermodels.training.renamed import warn
@@ -136,7 +136,8 @@ def _callback(**members: Any) -> Callback:
 
 
 def check_callbacks(callbacks: Iterable[object]) -> None:
-    """Raise InputError unless all are instances of `Callback`, with methods that take the arguments of its methods."""
+    """Raise InputError unless all are instances of `Callback`, with methods that take the arguments of its methods, and
+    a period that is a whole number of steps."""
     for callback in callbacks:
         if not isinstance(callback, Callback):
             hint = "; give an instance of the class" if isinstance(callback, type) else ""
@@ -146,6 +147,8 @@ def check_callbacks(callbacks: Iterable[object]) -> None:
                 expected = ", ".join(["self", *parameters])
                 where = f"{type(callback).__name__}.{name}"
                 raise InputError(f"callbacks: {where}: must take the arguments ({expected})")
+        if callback.every is not None:
+            check_count(f"{type(callback).__name__}.every", callback.every)
 
 
 _PARAMETERS = {

@@ -95,12 +95,17 @@ def data_messages(
         )
 
 
-def trained_parameters(model: nn.Module) -> str:
-    """The line about trained parameters, such as "training 1,024 of 4,096 parameters (25.00%)". A weight that is
-    quantised counts the elements that it had before."""
+def parameter_counts(model: nn.Module) -> tuple[int, int]:
+    """Numbers of all parameters and of those that are trained. A weight that is quantised counts the elements that it
+    had before."""
     quantized = quantized_weights(model).values()
     codes = {id(parameter) for layer in quantized for parameter in layer.parameters()}
     total = sum(layer.in_features * layer.out_features for layer in quantized)
     total += sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in codes)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return total, sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def trained_parameters(model: nn.Module) -> str:
+    """The line about trained parameters, such as "training 1,024 of 4,096 parameters (25.00%)"."""
+    total, trained = parameter_counts(model)
     return f"training {trained:,} of {total:,} parameters ({trained / max(1, total):.2%})"

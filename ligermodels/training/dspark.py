@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor, nn
+
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.parallel.ranks import data_share
+from ligermodels.speculative.block_draft import BlockDraftModel
 from ligermodels.speculative.dspark import DFlashModel, DSparkModel
 from ligermodels.training.console import Outcome
 from ligermodels.training.draft_recipe import DFLASH, DSPARK, TRAINING, BlockRecipe, DFlashRecipe, DSparkRecipe
@@ -69,6 +76,61 @@ def train_dspark(recipe: DSparkRecipe, out: str | os.PathLike[str], **options: U
     return DSPARK_KIND.train(recipe, out, **options)
 
 
+class PackedBlocks(nn.Module):
+    """A model with a head, trained on up to `num_anchors` blocks of each sequence of a packed row.
+
+    A run has all sequences of a micro-batch in one row, of which the model alone takes as many blocks as of a single
+    sequence.
+
+    Args:
+        model: the model with the head.
+        sequences: sequences of a packed row.
+    """
+
+    def __init__(self, model: BlockDraftModel, sequences: int) -> None:
+        super().__init__()
+        self.model, self._sequences = model, sequences
+
+    @property
+    def trained_model(self) -> BlockDraftModel:
+        """The model with its head, for callbacks."""
+        return self.model
+
+    def forward(self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None, **options: Any) -> Any:
+        """The output of the model.
+
+        Args:
+            input_ids: (B, T), or (1, n) of packed documents.
+            labels: of the same shape.
+            cu_seqlens: bounds of packed documents. Default: each row is a sequence.
+            options: other arguments of the model's forward.
+        """
+        with self._anchors_of(cu_seqlens):
+            return self.model(input_ids, labels=labels, cu_seqlens=cu_seqlens, **options)
+
+    def num_targets(
+        self,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The numbers of targets of each slot, long (K,), of the blocks that `forward` samples. See
+        `MultiHeadModel.num_targets` for labels, position_ids, cu_seqlens and attention_mask."""
+        with self._anchors_of(cu_seqlens):
+            return self.model.num_targets(labels, position_ids, cu_seqlens, attention_mask)
+
+    @contextmanager
+    def _anchors_of(self, cu_seqlens: Tensor | None) -> Iterator[None]:
+        """Context in which the model takes the blocks of all sequences in a row."""
+        options, sequences = self.model.training_options, 1 if cu_seqlens is None else self._sequences
+        self.model.training_options = replace(options, num_anchors=options.num_anchors * sequences)
+        try:
+            yield
+        finally:
+            self.model.training_options = options
+
+
 def _job(recipe: BlockRecipe, model: CausalLM, *, resuming: bool) -> Job:
     """See `JobFactory`. A head in `start_from` is read also when the run resumes, for its sizes. ConfigError if the
     settings do not fit the model."""
@@ -80,7 +142,8 @@ def _job(recipe: BlockRecipe, model: CausalLM, *, resuming: bool) -> Job:
         options = {name: getattr(recipe, name) for name in shape} | {"boundaries": recipe.boundaries or None}
         with initialized_by(recipe.seed, model):
             head = model_class.from_base(model, **options, **training)
-    return frozen_base_job(head, recipe.learning_rate, head.save_pretrained, draft_metrics)
+    packed = PackedBlocks(head, recipe.micro_batches(data_share(recipe.parallel)[1])[0])
+    return frozen_base_job(head, recipe.learning_rate, head.save_pretrained, draft_metrics, trainable=packed)
 
 
 DFLASH_KIND = JobKind(DFlashRecipe, _job, quantize_base)

@@ -101,7 +101,7 @@ def require_usable(folder: Path, *, resume: bool, overwrite: bool) -> None:
         raise CheckpointError(
             f"{folder}: holds checkpoints of a run; resume=True continues from the newest, overwrite=True starts over"
         )
-    else:
+    elif not _is_before_first_step(folder):
         require_free(folder)
 
 
@@ -114,7 +114,7 @@ def _require_resumable(folder: Path) -> None:
     checkpoints.newest()  # raises for checkpoints under other names
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {""}
     interrupted = CONTENT in names and not any(matching(name, RESULT) for name in names)
-    if not interrupted and not names <= {_partial(CONTENT), LOCK, REFERENCE, _partial(REFERENCE)}:
+    if not interrupted and not _is_before_first_step(folder):
         if {CONTENT, RECIPE} <= names and _keeps_no_checkpoint(folder / RECIPE):
             raise CheckpointError(
                 f"{folder}: a finished run, whose recipe has checkpoint_every: null, so that there is no checkpoint to "
@@ -125,6 +125,14 @@ def _require_resumable(folder: Path) -> None:
             f"{folder}: holds no checkpoint to resume from, but something else; if that is a finished run there is "
             "nothing left to do, otherwise give another folder, or overwrite=True to start over"
         )
+
+
+def _is_before_first_step(folder: Path) -> bool:
+    """Whether `folder` holds no more than a run leaves that ended before its first step, which any run may replace."""
+    left = {_partial(CONTENT), LOCK, REFERENCE, _partial(REFERENCE)}
+    with suppress(OSError):
+        return folder.is_dir() and {path.name for path in folder.iterdir()} <= left
+    return False
 
 
 def _keeps_no_checkpoint(recipe: Path) -> bool:

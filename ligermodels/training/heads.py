@@ -86,16 +86,15 @@ def frozen_base_job(
         learning_rate: peak learning rate of the heads.
         save: writes the result: (folder, overwrite=True).
         output_metrics: metrics to log, from an output of the model; None for `head_metrics`.
-        further: other fields of the job.
+        further: other fields of the job; `trainable` is the model by default.
     """
     return Job(
         model=model,
-        trainable=model,
         learning_rates=[(model.head_parameters(), learning_rate)],
         output_metrics=output_metrics or head_metrics,
         evaluate=lambda batches: HeadsEvaluation(evaluate_heads(model, batches())),
         export=partial(save, overwrite=True),
-        **further,
+        **{"trainable": model, **further},
     )
 
 

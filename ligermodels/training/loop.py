@@ -47,8 +47,9 @@ def train(
     """Take optimizer steps `start` + 1 to `steps`.
 
     The gradient of a step is the gradient of one batch of all its micro-batches: losses are summed and divided by the
-    number of targets in all micro-batches, not averaged per micro-batch. If FSDP2 shards the model (`parallelize`), all
-    ranks call this function together; gradients and reports then cover the micro-batches of all ranks.
+    number of targets in all micro-batches, not averaged per micro-batch. Gradients from before the call are dropped. If
+    FSDP2 shards the model (`parallelize`), all ranks call this function together; gradients and reports then cover the
+    micro-batches of all ranks.
 
     Args:
         model: the model; calling it with a batch returns an object with `loss`.
@@ -99,6 +100,7 @@ def train(
     device, ranks = eager_step.device, eager_step.ranks
     micro_batches, check_length = iter(batches), ContextLengthCheck(model)
     model.train()
+    optimizer.zero_grad(set_to_none=True)  # of a pass before this call, whose gradients the first step would add
     log = StepLog(steps, targets, device, ranks, getattr(model, "loss_unit", TARGETS))
     for step in range(start + 1, steps + 1):
         parts = list(islice(micro_batches, accumulation_steps))

@@ -54,7 +54,8 @@ def muon(
         >>> optimizer = muon(model, 2e-4)
         >>> schedule = lr_schedule(optimizer, "wsd", 1000, warmup_steps=40)
     """
-    groups = parameter_groups([(model.parameters(), lr)], weight_decay)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = parameter_groups([(model.parameters(), lr)], weight_decay, names=names)
     matrices = hidden_matrices(model)
     return Muon(groups, lr=lr, matrices=matrices, momentum=momentum, rounding=rounding, state_bits=state_bits)
 

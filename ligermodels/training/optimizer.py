@@ -16,7 +16,7 @@ from ligermodels.training.parameter_groups import parameter_groups
 
 
 def adamw(
-    parameters: Iterable[nn.Parameter],
+    parameters: Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
     lr: float,
     *,
     weight_decay: float = 0.1,
@@ -28,9 +28,9 @@ def adamw(
     """AdamW for a model's parameters; parameters that require no gradient are left out.
 
     Args:
-        parameters: the parameters, such as `model.parameters()`.
+        parameters: the parameters, such as `model.parameters()`, or with their names `model.named_parameters()`.
         lr: learning rate.
-        weight_decay: weight decay, for matrices only.
+        weight_decay: weight decay, for matrices only. Stacked biases of experts are known by their names.
         betas: decay rates of the first and second moments.
         eps: added to the square root of the second moment.
         rounding: rounding of bfloat16 parameters; "nearest", as in torch, loses small updates.
@@ -43,7 +43,9 @@ def adamw(
         >>> optimizer = adamw(model.parameters(), 2e-5)
         >>> schedule = warmup_cosine(optimizer, 1000, warmup_steps=40)
     """
-    groups = parameter_groups([(parameters, lr)], weight_decay)
+    named = [each if isinstance(each, tuple) else ("", each) for each in parameters]
+    names = {id(parameter): name for name, parameter in named}
+    groups = parameter_groups([([parameter for _, parameter in named], lr)], weight_decay, names=names)
     return FusedAdamW(groups, lr=lr, betas=betas, eps=eps, rounding=rounding, state_bits=state_bits)
 
 

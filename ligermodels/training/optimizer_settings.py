@@ -102,7 +102,8 @@ class OptimizerSettings(BaseModel):
         patterns = "".join(f", {pattern} {rate:g}" for pattern, rate in self.learning_rate_patterns.items())
         default = "" if "learning_rate" in self.model_fields_set else " (the default)"
         in_backward = ", in the backward pass without clipping" if self.optimizer_in_bwd else ""
-        rate = f"learning rate {self.learning_rate:g}{default}{patterns}"
+        relative = " times the root mean square of each parameter" if self.optimizer == "adafactor" else ""
+        rate = f"learning rate {self.learning_rate:g}{default}{patterns}{relative}"
         return f"{self.optimizer}{in_backward}: {rate}, schedule {self.schedule}"
 
 

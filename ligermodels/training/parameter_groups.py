@@ -25,6 +25,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups: matrices with weight decay, other parameters without, and exceptions by name.
 
+    The stacked biases of experts have two dimensions, and are no matrices.
+
     A pattern is an `fnmatch` pattern for the name of a parameter or of a module that contains it, whole
     ("decoder.embed", "decoder.blocks.0.mlp.*") or relative to its block ("mlp.down"). The first pattern that matches
     counts, for vectors too.
@@ -32,7 +34,7 @@ def parameter_groups(
     Args:
         rates: pairs (parameters, learning rate). Parameters that require no gradient are left out.
         weight_decay: weight decay of matrices.
-        names: id of a parameter -> its name, for patterns.
+        names: id of a parameter -> its name, for patterns and stacked biases.
         learning_rate_patterns: pattern -> learning rate of the parameters that match it.
         weight_decay_patterns: pattern -> weight decay of the parameters that match it.
 
@@ -54,7 +56,8 @@ def parameter_groups(
         trained = [p for p in parameters if p.requires_grad]
         for is_matrix in (True, False):
             for p in (p for p in trained if (p.ndim >= 2) == is_matrix):
-                options = {"lr": lr_of(p, lr), "weight_decay": decay_of(p, weight_decay if is_matrix else 0.0)}
+                decays = is_matrix and not (names or {}).get(id(p), "").endswith("bias")
+                options = {"lr": lr_of(p, lr), "weight_decay": decay_of(p, weight_decay if decays else 0.0)}
                 key = (index, is_matrix, *options.values())
                 groups.setdefault(key, {"params": [], **options})["params"].append(p)
     if not groups:

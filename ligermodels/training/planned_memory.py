@@ -54,6 +54,7 @@ def planned_memory(plan: RunPlan, job: Job, model: CausalLM, gpus: int) -> StepM
             reduce_dtype=recipe.parallel.reduce_dtype,
             optimizer=recipe.optimizer,
             optimizer_in_bwd=recipe.optimizer_in_bwd,
+            passes=plan.micro_batches[1],
         )
     except (InputError, NotImplementedError, RuntimeError) as error:  # a layer, loss or optimizer of the user's own
         return f"not counted: {error}"

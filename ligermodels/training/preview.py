@@ -29,6 +29,7 @@ from ligermodels.parallel.ranks import data_share, planned_ranks, rank_device_ty
 from ligermodels.training import dspark, eagle, fine_tuning, medusa, mtp
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console
+from ligermodels.training.counting import parameter_counts
 from ligermodels.training.cuda_graph import ON_REQUEST, pays, plan_refusal, refusal
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 from ligermodels.training.folder import CHECKPOINTS, require_usable
@@ -57,7 +58,7 @@ class DryRun:
 
     plan: recipe, documents, steps, and the checkpoint to resume from.
     gpus: number of ranks.
-    parameters, trained: number of parameters, and of those that are trained.
+    parameters, trained: number of parameters, and of those that are trained: see `parameter_counts`.
     epoch: counts of an epoch.
     left_out: reason -> documents that are not used in full, and their tokens that are left out.
     micro_batches: sequences per forward pass, and forward passes per step, of each rank.
@@ -66,7 +67,7 @@ class DryRun:
     sampling: memory of each GPU while completions are sampled; or why it is not counted; None if none are.
     attention: attention backends.
     cuda_graph: why the steps run without a CUDA graph; empty if they are recorded.
-    sources: files and lines of the first micro-batch of rank 0.
+    sources: files and lines of the first micro-batch of rank 0, from the checkpoint on if the run resumes.
     first_batch: the documents of this micro-batch.
     """
 
@@ -138,15 +139,17 @@ def dry_run(
             with console.progress("counting tokens") as update:
                 epoch = count_epoch(epoch_of(recipe, plan.documents, plan.training), update)
         batches = plan.training_batches()
+        if plan.resumes:
+            batches.load_state_dict(plan.checkpoint["data"])
         parts = list(islice(batches, micro_batches[1]))
         batches.close()
-        parameters = list(job.model.parameters())
+        parameters, trained = parameter_counts(job.model)
         memory = planned_memory(plan, job, model, gpus)
         return DryRun(
             plan=plan,
             gpus=gpus,
-            parameters=sum(parameter.numel() for parameter in parameters),
-            trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            parameters=parameters,
+            trained=trained,
             epoch=epoch,
             left_out=plan.documents.notes.totals(),
             micro_batches=micro_batches,

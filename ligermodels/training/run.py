@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
@@ -112,7 +112,7 @@ def run_job(
     callbacks = [*callbacks, *named]
     folder, console = folder_to_write(out), console or Console()
     device = rank_device_type() if device is None else device
-    with _only_run_in(folder, device) as ranks:
+    with _only_run_in(folder, device) as ranks, _random_numbers_of_its_own(device):
         ranks.from_first(str(folder), lambda: require_usable(folder, resume=resume, overwrite=overwrite))
         _check_unstopped(callbacks)
         checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.keep_checkpoints)
@@ -266,6 +266,11 @@ def _complete_checkpoint(step: int, save: SaveCheckpoint, state: RunState) -> No
         if step < state.plan.steps:
             raise
         state.console.say(f"{error}; the result is written all the same")
+
+
+def _random_numbers_of_its_own(device: str) -> AbstractContextManager[None]:
+    """Context manager after which torch's random generators are as before, which a run seeds."""
+    return torch.random.fork_rng([torch.cuda.current_device()] if torch.device(device).type == "cuda" else [])
 
 
 @contextmanager

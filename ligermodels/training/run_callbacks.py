@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.training.callback import Callback, Event, is_due, restore_states, states_of
-from ligermodels.training.early_stopping import BestCheckpoint, EarlyStopping
+from ligermodels.training.early_stopping import METRICS, BestCheckpoint, EarlyStopping
 from ligermodels.training.interruption import AgreedStop, Interrupted
 from ligermodels.training.job import Evaluation
 from ligermodels.training.metrics import Metrics, evaluation_note, progress_note
@@ -181,6 +181,8 @@ class RunCallbacks:
         if not start:
             return
         values, names = self._state.ranks.from_first("metrics", lambda: (self._metrics.evaluation, self._metrics.names))
+        if METRICS.keys().isdisjoint(values):  # it was NaN, which is not in the file: evaluate again
+            values = {}
         if values and self.events.evaluated < start:
             self.events.evaluation(start, values)
         elif plan.has_validation and not values and is_due(start, self.validate.every, steps):

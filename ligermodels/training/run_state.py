@@ -133,6 +133,7 @@ def build_state(
         console: where messages and progress go.
     """
     recipe = plan.recipe
+    torch.manual_seed(recipe.seed)  # of random numbers that a user's loss or module draws
     shards = is_sharded(recipe.parallel)
     options: dict[str, Any] = {"plan": recipe.parallel} if shards else {}
     with console.progress(f"loading {recipe.base}", in_bytes=True) as update:
@@ -150,6 +151,7 @@ def build_state(
         _end_with_turns(model, plan.documents, console.say)
     if shards:
         parallelize(job.model, recipe.parallel)
+    optimizer: Any = optimizer_of(recipe, job)  # its errors come before the passes of `before_training`
     if before_training is not None:
         before_training(plan, job.model, console)
     rank, _ = data_share(recipe.parallel, (*DATA, "context"))
@@ -157,7 +159,6 @@ def build_state(
         torch.manual_seed(recipe.seed + rank)  # tensor-parallel ranks of one group have the same dropout
     _warn_of_lost_updates(model, recipe, console.say)
     console.say(recipe.optimizer_summary())
-    optimizer: Any = optimizer_of(recipe, job)
     if shards:
         _check_parameters(job, optimizer)
     if recipe.optimizer_in_bwd:

@@ -404,9 +404,10 @@ def test_the_plans_that_fit() -> None:
     assert all(each.memory.total < 24e9 for each in found)
     assert {each.degrees.replicate * each.degrees.shard for each in found} == {4}
     assert [each.cost.seconds for each in found] == sorted(each.cost.seconds for each in found)
-    # A step in one pass gathers the parameters once for each direction; without checkpointing it takes two passes.
+    # A step in one pass gathers the parameters once for each direction; without checkpointing it takes two passes, or
+    # four where the gradients of passes before leave less room.
     assert (found[0].activation_checkpointing, found[0].micro_batch) == ("selective", 8)
-    assert {each.micro_batch for each in found if each.activation_checkpointing == "none"} == {4}
+    assert {each.micro_batch for each in found if each.activation_checkpointing == "none"} == {2, 4}
     assert model.activation_checkpointing == "none"
     long = 32 * 2048  # fewer sequences than GPUs
     divided = candidates(model, 4, int(80e9), 2 * long, long)
@@ -419,7 +420,8 @@ def test_the_plans_that_fit() -> None:
     for each in (spread[0], spread[-1]):  # one step is followed for several plans
         mixture.activation_checkpointing = each.activation_checkpointing
         load = 1.25 if each.degrees.expert > 1 else 1.0
-        needed = step_memory(mixture, each.micro_batch, 2048, **each.degrees._asdict(), expert_load=load)
+        sizes = {**each.degrees._asdict(), "passes": each.passes}
+        needed = step_memory(mixture, each.micro_batch, 2048, **sizes, expert_load=load)
         assert each.memory.total == pytest.approx(needed.total, rel=1e-3)  # row numbers of other ranks' tokens
     for heads, divides in ((16, True), (3, False)):  # of Gated DeltaNet: each rank takes whole ones
         sizes = {"num_hidden_layers": 4, "linear_num_key_heads": heads, "linear_num_value_heads": 2 * heads}

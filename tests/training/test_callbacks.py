@@ -140,6 +140,12 @@ class OtherArguments(Callback):
         ...
 
 
+def with_period(every: Any) -> Recorder:
+    recorder = Recorder()
+    recorder.every = every
+    return recorder
+
+
 WRONG: list[tuple[dict[str, Any], list[Any], type[Exception], str]] = [
     ({}, [Recorder], InputError, r"callbacks: must be instances of Callback.*; give an instance of the class"),
     ({}, [print], InputError, r"callbacks: must be instances of Callback"),
@@ -150,6 +156,8 @@ WRONG: list[tuple[dict[str, Any], list[Any], type[Exception], str]] = [
         InputError,
         r"callbacks: OtherArguments.on_save: must take the arguments \(self, event\)",
     ),
+    ({}, [Recorder(), with_period(0)], InputError, "Recorder.every: must be"),
+    ({}, [with_period(2.5)], InputError, "Recorder.every: must be"),
     ({"callback": "nothing"}, [], ConfigError, r"callback: must be module:name, such as my_code:name; got 'nothing'"),
     (
         {"callback": "no_such_module:A"},
@@ -286,19 +294,22 @@ def test_the_best_checkpoint_is_kept_and_written(base: Path, data: Path, tmp_pat
     assert again == longer and losses(tmp_path / "out") == before
 
 
+class Cut(Callback):
+    """Ends the run after the step `step`."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, event: Event) -> None:
+        if event.step == self.step + 1:
+            raise CheckpointError("cut")
+
+
 @pytest.mark.usefixtures("scripted")
 def test_a_run_that_is_cut_has_the_same_best(base: Path, data: Path, tmp_path: Path) -> None:
     """Cut after a step with an evaluation, with a checkpoint, with the best of both, and with neither."""
     recipe = recipe_of(base, data, steps=20, evaluate_every=2, early_stopping_patience=2, load_best_model_at_end=True)
     whole = fine_tune(recipe, tmp_path / "whole")
-
-    class Cut(Callback):
-        def __init__(self, step: int) -> None:
-            self.step = step
-
-        def on_step(self, event: Event) -> None:
-            if event.step == self.step + 1:
-                raise CheckpointError("cut")
 
     for step in (4, 9, 10, 13):
         out = tmp_path / f"cut-{step}"
@@ -308,6 +319,21 @@ def test_a_run_that_is_cut_has_the_same_best(base: Path, data: Path, tmp_path: P
         assert losses(out) == losses(tmp_path / "whole"), step
         found, wanted = (lines(each, "validation_loss") for each in (out, tmp_path / "whole"))
         assert found == wanted and equal_heads(out, tmp_path / "whole"), step
+
+
+def test_an_evaluation_whose_loss_was_not_a_number_is_repeated(base: Path, data: Path, tmp_path: Path) -> None:
+    """metrics.jsonl has no NaN: a run that resumes at that step evaluates again, and does not compare other metrics."""
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    recipe = recipe_of(base, data, steps=8, evaluate_every=2, checkpoint_every=2, early_stopping_patience=9)
+    fine_tune(recipe, whole)
+    with pytest.raises(CheckpointError, match="cut"):
+        fine_tune(recipe, out, callbacks=[Cut(4)])
+    path, left = out / "metrics.jsonl", []
+    for line in map(json.loads, path.read_text().splitlines()):
+        left.append({name: value for name, value in line.items() if (line["step"], name) != (4, "validation_loss")})
+    path.write_text("".join(json.dumps(line) + "\n" for line in left))
+    assert fine_tune(recipe, out, resume=True).step == 8
+    assert lines(out, "validation_loss") == lines(whole, "validation_loss")
 
 
 @pytest.mark.usefixtures("scripted")

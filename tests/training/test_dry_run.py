@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ligermodels.errors import CheckpointError, ConfigError, LigerModelsError
 from ligermodels.parallel.memory import StepMemory, step_memory
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.training import (
+    Console,
     DSparkRecipe,
     EagleRecipe,
     FineTuningRecipe,
@@ -60,6 +62,7 @@ def test_the_plan_of_a_run(few: FineTuningRecipe, tmp_path: Path, monkeypatch: p
     model = lm.from_config(few.base, dtype=torch.float32, device="meta")
     assert run.parameters == run.trained == sum(p.numel() for p in model.parameters())
     assert run.memory == step_memory(model, 2, 128)
+    assert dry_run(few.changed({"micro_batch_tokens": 128})).memory == step_memory(model, 1, 128, passes=2)
     assert (run.micro_batches, run.attention, run.cuda_graph) == ((2, 1), "sdpa", "the model is on cpu")
     # By hand: of a text all but its first token, here EOS ("#" in this config); of a chat the answer and its end.
     prompt = f"{SYSTEM}<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
@@ -74,8 +77,21 @@ def test_the_plan_of_a_run(few: FineTuningRecipe, tmp_path: Path, monkeypatch: p
     longer = few.changed({"steps": 3})
     resumed = dry_run(longer, out, resume=True)
     assert (resumed.plan.start, resumed.plan.steps) == (1, 3)
+    # Its first batch is the next one: of these two sequences in each epoch the other order.
+    second = list(islice(resumed.plan.training_batches(), 2))[1]
+    assert resumed.sources == second.where() != run.sources
     with pytest.raises(CheckpointError, match="holds checkpoints of a run"):
         dry_run(longer, out)
+
+
+@pytest.mark.parametrize("quantize", [None, "int4", "nf4", "float8"])
+def test_parameters_are_counted_as_in_a_run(few: FineTuningRecipe, tmp_path: Path, quantize: str | None) -> None:
+    recipe, said = few.changed({"lora_rank": 2, "quantize": quantize}), list[str]()
+    run = dry_run(recipe)
+    fine_tune(recipe, tmp_path / "out", console=Console(said.append))
+    assert f"training {run.trained:,} of {run.parameters:,} parameters ({run.trained / run.parameters:.2%})" in said
+    model = lm.from_config(few.base, dtype=torch.float32, device="meta")
+    assert run.parameters - run.trained == sum(p.numel() for p in model.parameters())
 
 
 def test_what_is_trained_and_its_memory(few: FineTuningRecipe) -> None:

@@ -20,9 +20,11 @@ from ligermodels.speculative import block_draft
 from ligermodels.speculative.evaluation import evaluate_heads
 from ligermodels.speculative.load import load_multi_head
 from ligermodels.training import (
+    Callback,
     Console,
     DFlashRecipe,
     DSparkRecipe,
+    StepMetrics,
     adamw,
     dry_run,
     graph_step,
@@ -30,6 +32,7 @@ from ligermodels.training import (
     train_dspark,
 )
 from ligermodels.training.draft_recipe import BlockRecipe
+from ligermodels.training.dspark import PackedBlocks
 from ligermodels.training.heads import draft_metrics
 from ligermodels.training.recipe_file import shipped_recipes
 from ligermodels.training.reports import OutputMetrics
@@ -109,6 +112,27 @@ def test_resumed_runs_are_those_without_a_stop(base: Path, data: Path, tmp_path:
     train_dspark(recipe, cut, resume=True, console=Console(said.append))
     assert any("resuming after step 3 of 6" in line for line in said)
     assert losses(cut) == losses(whole) and equal_heads(cut, whole)
+
+
+@pytest.mark.parametrize("kind, block_size", [("dflash", 2), ("dspark", 1)])
+def test_each_sequence_of_a_micro_batch_has_its_blocks(kind: str, block_size: int, base: Path, tmp_path: Path) -> None:
+    """As many in a step of any micro-batches, whose sequences are packed into one row. A block has one target here."""
+    counts, data = list[int](), tmp_path / "texts.jsonl"
+    data.write_text(json.dumps({"text": "Hello there, you are a helpful assistant. " * 99}))
+
+    class Count(Callback):
+        def on_report(self, metrics: StepMetrics) -> None:
+            counts.append(metrics.report_targets)
+
+    for micro in (16, 32, 64):
+        sizes = {"block_size": block_size, "num_anchors": 3, "steps": 1, "micro_batch_tokens": micro}
+        recipe = recipe_for(kind, base, data, **sizes, validation_fraction=0, evaluate_every=None)
+        TRAIN[kind][1](recipe, tmp_path / str(micro), callbacks=[Count()])
+    assert counts == [4 * 3] * 3  # 4 sequences of a step
+
+    ids = torch.arange(3, 19).repeat(2, 1)  # rows that are not packed are sequences, as in a plan
+    model = lm.DSparkModel.from_base(lm.from_pretrained(base), block_size, num_layers=1, num_anchors=3)
+    assert PackedBlocks(model, 4).num_targets(ids)[0] == model.num_targets(ids)[0] == 6
 
 
 def test_what_does_not_fit_is_named(base: Path, data: Path, tmp_path: Path) -> None:

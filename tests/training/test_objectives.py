@@ -18,7 +18,7 @@ import ligermodels as lm
 from ligermodels.cli import app
 from ligermodels.errors import CheckpointError, ConfigError, GraphWarning, InputError
 from ligermodels.ops.runtime.dispatch import as_recorded
-from ligermodels.training import Console, FineTuningRecipe, FusedAdamW, cuda_graph, dry_run, fine_tune, reference
+from ligermodels.training import Console, FineTuningRecipe, FusedAdamW, cuda_graph, dry_run, fine_tune, reference, run
 from ligermodels.training import step as training_step
 from ligermodels.training.cuda_graph import GraphStep, refusal
 from ligermodels.training.example_padding import ExamplePadding
@@ -160,6 +160,28 @@ def test_a_run_resumes_with_the_reference_of_its_start(
     assert not np.array_equal(np.load(other / REFERENCE)["log_probs"], values, equal_nan=True)
 
 
+def test_a_run_that_ended_before_its_first_step_may_start_again(
+    base: Path, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A setting that is wrong is an error before the reference is computed; a reference that is there is used."""
+    recipe, out, said = recipe_for(base, pairs, objective="dpo", steps=1), tmp_path / "out", list[str]()
+    with pytest.raises(InputError, match="matches no trained parameter"):
+        fine_tune(recipe.changed({"learning_rate_patterns": {"nothing": 1.0}}), out)
+    assert not out.exists()
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(run, "prepare", interrupted)
+        fine_tune(recipe, out)
+    assert [path.name for path in out.iterdir()] == [REFERENCE]
+    assert fine_tune(recipe, out, console=Console(said.append)).finished
+    assert "reference log-probabilities: as computed at the start of the run" in said
+    with pytest.raises(CheckpointError, match="holds checkpoints of a run"):
+        fine_tune(recipe, out)
+
+
+def interrupted(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("settings", [{"optimizer": "muon8bit"}, {"objective": "dpo", "lora_rank": 2}], ids=str)
 def test_another_default_device(settings: dict[str, Any], base: Path, pairs: Path, data: Path, tmp_path: Path) -> None:
     """Runs make their data and numbers on the CPU; meta stands for a GPU here."""
@@ -237,6 +259,9 @@ def margin(log_probs, mask, ref_log_probs, beta=0.1):
     chosen, rejected = ((log_probs * mask).sum(1) - ref_log_probs).chunk(2)
     return -torch.nn.functional.logsigmoid(beta * (chosen - rejected)), {"own": chosen - rejected}
 
+def noisy(log_probs, mask):
+    return -log_probs * torch.rand_like(log_probs)
+
 def mean(log_probs, mask, **fields):
     return -(log_probs * mask).sum() / mask.sum()
 
@@ -300,6 +325,19 @@ def test_a_loss_of_a_user(own: str, base: Path, pairs: Path, data: Path, tmp_pat
         assert metrics(tmp_path / one, "loss") == pytest.approx(metrics(tmp_path / other, "loss"), rel=1e-5)
     margins = np.array(metrics(tmp_path / "dpo", "validation_rewards/margins"))
     assert np.array(metrics(tmp_path / "margin", "validation_own")) * 0.1 == pytest.approx(margins, rel=1e-4)
+
+
+def test_random_numbers_of_a_loss_are_those_of_the_seed(own: str, base: Path, data: Path, tmp_path: Path) -> None:
+    """The same recipe and data give the same run, whatever has drawn numbers before it; another seed another one."""
+    found = []
+    for seed in (0, 0, 1):
+        torch.rand(len(found))
+        recipe = recipe_for(base, data, loss=f"{own}:noisy", seed=seed, max_bad_lines=1, steps=2)
+        state = torch.get_rng_state()
+        fine_tune(recipe, tmp_path / str(len(found)))
+        assert torch.equal(torch.get_rng_state(), state)  # those of the program go on
+        found.append(losses(tmp_path / str(len(found))))
+    assert found[0] == found[1] != found[2]
 
 
 def test_metrics_of_some_micro_batches(own: str, base: Path, pairs: Path, tmp_path: Path) -> None:

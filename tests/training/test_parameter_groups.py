@@ -2,18 +2,20 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from typer.testing import CliRunner
-from zoo import CONFIGS
+from zoo import CONFIGS, GPT_OSS
 
 import ligermodels as lm
 from ligermodels.cli import app
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.training import Console, FineTuningRecipe, MedusaRecipe, fine_tune
+from ligermodels.training import Console, FineTuningRecipe, MedusaRecipe, adamw, fine_tune, muon
 from ligermodels.training.parameter_groups import parameter_groups
+from ligermodels.training.run_state import optimizer_of
 
 
 def groups_of(**patterns: Any) -> dict[str, tuple[float, float]]:
@@ -42,6 +44,27 @@ def test_patterns_by_hand() -> None:
         "head.weight": (1.0, 0.0),
     }
     assert {name: found[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("how", ["adamw", "muon", "recipe"])
+def test_stacked_biases_of_experts_do_not_decay(how: str) -> None:
+    """Two-dimensional as they are, one row for each expert. A pattern may give them a decay of their own."""
+    model = lm.from_config(GPT_OSS, device="meta")
+    names = {id(p): name for name, p in model.named_parameters()}
+    if how == "recipe":
+        recipe = FineTuningRecipe(base="a", data="b", weight_decay=0.5, weight_decay_patterns={"mlp.down_bias": 0.25})
+        job: Any = SimpleNamespace(model=model, learning_rates=[(model.parameters(), 1.0)])
+        optimizer: Any = optimizer_of(recipe, job)
+    elif how == "muon":
+        optimizer = muon(model, 1.0, weight_decay=0.5)
+    else:
+        optimizer = adamw(model.named_parameters(), 1.0, weight_decay=0.5)
+    found = {names[id(p)]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert len(found) == len(names)
+    decays = {name.removeprefix("decoder.blocks.0.mlp."): decay for name, decay in found.items()}
+    decays = {name: decay for name, decay in decays.items() if name in ("gate_up", "down", "gate_up_bias", "down_bias")}
+    wanted = {"gate_up": 0.5, "down": 0.5, "gate_up_bias": 0.0, "down_bias": 0.25 if how == "recipe" else 0.0}
+    assert decays == wanted
 
 
 def test_a_pattern_that_matches_nothing_is_named() -> None:
@@ -86,6 +109,8 @@ def test_a_run_has_them_and_says_them(base: Path, data: Path, tmp_path: Path) ->
     )  # fmt: skip
     fine_tune(recipe, tmp_path / "out", console=Console(said.append))
     assert "adamw: learning rate 0.0002 (the default), mixer 0.5, schedule constant" in said
+    relative = FineTuningRecipe(optimizer="adafactor", learning_rate=1e-3).optimizer_summary()
+    assert "learning rate 0.001 times the root mean square of each parameter" in relative
     run = json.loads((tmp_path / "out/checkpoints/step-2/run.json").read_text())
     assert sorted({group["lr"] for group in run["parameter_groups"]}) == [2e-4, 0.5]
     with pytest.raises(InputError, match="learning_rate_patterns: 'nothing' matches no trained parameter"):

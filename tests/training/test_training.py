@@ -408,6 +408,23 @@ def test_a_step_without_targets_is_none_and_a_run_without_them_an_error(kind: st
             losses_with(*range(1, 99), steps=steps)
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_gradients_of_a_pass_before_do_not_count(in_backward: bool) -> None:
+    model, norms = small(), []
+    ids = torch.arange(3, 20)[None]
+    for earlier in (False, True):
+        optimizer = FusedAdamW(model.parameters(), lr=0.0)
+        if earlier:
+            model(ids.flip(1), labels=ids.flip(1)).loss.backward()
+        if in_backward:
+            optimizer.step_in_backward()
+        batch = Batch({"input_ids": ids, "labels": ids})
+        train(model, [batch], steps=1, optimizer=optimizer, max_grad_norm=None,
+              on_step=lambda report: norms.append(report.grad_norm))  # fmt: skip
+        del optimizer
+    assert norms[0] == norms[1]
+
+
 @pytest.mark.parametrize("norm", [0, -1.0, math.nan])
 def test_a_norm_to_clip_to_is_above_zero(norm: float) -> None:
     model = small()
