@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 from torch import nn
@@ -234,12 +234,9 @@ class StepTrace:
             ConfigError: `expert` does not divide shard x context, Adafactor on sharded parameters, or an `fsdp_unit`
                 that this model cannot have.
         """
-        if optimizer not in get_args(OptimizerName):
-            raise InputError(f"optimizer: must be one of {', '.join(get_args(OptimizerName))}, got {optimizer!r}")
         for name, number in (("replicate", replicate), ("shard", shard), ("passes", passes)):
             check_count(name, number)
-        if optimizer_in_bwd and passes > 1:
-            raise InputError(f"passes: is {passes}, and optimizer_in_bwd takes one pass per step")
+        _check_optimizer(optimizer, optimizer_in_bwd, passes)
         divided = shard * self.context
         shares = self._shares_over(divided, self.shares.expert if expert is None else expert)
         if fsdp_unit == "model":
@@ -262,11 +259,8 @@ class StepTrace:
         else:
             whole = _gathered([gathered(shares.of(unit)) for unit in units], summed, reshard_after_forward)
         sharded = [share.sharded(ranks(share)) for share in shares]
-        traced, own = self._traced(divided), np.array(sharded)
-        kept = (
-            np.zeros_like(own) if optimizer_in_bwd or passes > 1 else own
-        )  # further passes add to those that are there
-        accumulated = int(own[list(traced.complete)].sum()) if passes > 1 else 0
+        traced = self._traced(divided)
+        kept, accumulated = _kept(np.array(sharded), traced, optimizer_in_bwd, passes)
         activations, peak = traced.replay(np.array([share.nbytes for share in shares]), kept)
         states = (
             state_bytes(
@@ -284,6 +278,21 @@ class StepTrace:
             backward=peak - activations + accumulated,
             host=traced.host,
         )
+
+
+def _check_optimizer(optimizer: str, in_backward: bool, passes: int) -> None:
+    if optimizer not in get_args(OptimizerName):
+        raise InputError(f"optimizer: must be one of {', '.join(get_args(OptimizerName))}, got {optimizer!r}")
+    if in_backward and passes > 1:
+        raise InputError(f"passes: is {passes}, and optimizer_in_bwd takes one pass per step")
+
+
+def _kept(sharded: Any, traced: Trace, optimizer_in_bwd: bool, passes: int) -> tuple[Any, int]:
+    """Bytes of the gradient that the last pass adds for each parameter of the bytes `sharded`, and of all gradients of
+    the passes before, to which it adds its own."""
+    if passes > 1:
+        return np.zeros_like(sharded), int(sharded[list(traced.complete)].sum())
+    return np.zeros_like(sharded) if optimizer_in_bwd else sharded, 0
 
 
 def _gathered(units: list[list[Share]], summed: Callable[[Share], int], reshard_after_forward: bool) -> int:

@@ -157,14 +157,7 @@ def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> Eagle3Confi
     """The config of a head from config.json, in any of the forms, for a model with the config `target`; ConfigError if
     it is no config of an EAGLE-3 head, or a field has a bad value."""
     stored_steps(stored), stored_decay(stored)  # checked here, where errors name the folder
-    kind = stored.get("speculators_model_type")
-    flat = kind is None
-    if not flat and kind != "eagle3":
-        raise ConfigError(f"speculators_model_type: must be 'eagle3', got {short(kind)}")
-    if flat and draft_type(stored) != EAGLE_TYPE:
-        raise ConfigError("architectures: names no EAGLE-3 head, such as 'LlamaForCausalLMEagle3'")
-    if as_object(stored.get("eagle_config")).get(AUX_STATES) is False:
-        raise ConfigError(f"eagle_config.{AUX_STATES}: false, a head of the last layer's states, is not implemented")
+    flat = _is_flat(stored)
     whole = dict(stored if flat else object_field(stored, "transformer_layer_config"))
     layer = {name: value for name, value in whole.items() if name in LAYER_FIELDS or not flat}
     layer.pop("architectures", None)  # of the head
@@ -183,6 +176,18 @@ def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> Eagle3Confi
         draft_vocab_size=stored.get("draft_vocab_size") or layer.get("vocab_size") or 0,
         **flags,
     )
+
+
+def _is_flat(stored: Mapping[str, Any]) -> bool:
+    """Whether the layer's fields are beside the head's; ConfigError if this is no config of an EAGLE-3 head here."""
+    kind = stored.get("speculators_model_type")
+    if kind not in (None, "eagle3"):
+        raise ConfigError(f"speculators_model_type: must be 'eagle3', got {short(kind)}")
+    if kind is None and draft_type(stored) != EAGLE_TYPE:
+        raise ConfigError("architectures: names no EAGLE-3 head, such as 'LlamaForCausalLMEagle3'")
+    if as_object(stored.get("eagle_config")).get(AUX_STATES) is False:
+        raise ConfigError(f"eagle_config.{AUX_STATES}: false, a head of the last layer's states, is not implemented")
+    return kind is None
 
 
 def _types(stored: Mapping[str, Any]) -> dict[str, Any]:
