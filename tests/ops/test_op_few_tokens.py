@@ -185,7 +185,7 @@ def test_operands_that_do_not_fit(kernels_device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.large
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", [1, 4, 16, 64])
+@pytest.mark.parametrize("tokens", [1, 4, 16, 64, 200])
 def test_under_graphs(kind: Any, tokens: int) -> None:
     """Real sizes: nothing waits for the GPU, and a recorded step computes the experts of new tokens."""
     experts = Experts(torch.device("cuda"), (tokens, 8, 128, 2048, 768), kind, bias=True)
