@@ -217,6 +217,17 @@ def _beside_transformers(records: Sequence[Record]) -> str:
     return head + "\n".join(lines) + "\n\n" if lines else ""
 
 
+WITH_FLA = (
+    "fla-core was installed, causal-conv1d not. On Hopper GPUs fla-core 0.6 refuses the backward pass of linear "
+    "attention with Triton 3.4 to 3.7.0, so that Qwen3.5 of transformers ends in its error; in plain torch, on an "
+    "H100, its step took 5.9 times as long as ours (`mixtures-h100.jsonl`)."
+)
+WITHOUT_FLA = (
+    "fla-core and causal-conv1d were not installed: transformers computes linear attention and convolutions in plain "
+    "torch."
+)
+
+
 def _mixtures(records: Sequence[Record]) -> str:
     """Training steps of mixtures beside transformers."""
     records = [record for record in records if not record["case"].startswith(HYBRIDS)]
@@ -225,10 +236,10 @@ def _mixtures(records: Sequence[Record]) -> str:
         f"## Mixtures, one {records[-1]['gpu']}\n\n"
         "`mixtures`: full fine-tuning steps with AdamW in bf16 (LoRA where named), beside transformers "
         f"{records[-1]['transformers']}, whose experts run on `grouped_mm`, in the same run. Where the case names "
-        "layers, the model is cut to them, and its vocabulary by the same factor. fla-core 0.6.0 was "
-        "installed, causal-conv1d not. On Hopper GPUs fla-core refuses the backward pass of linear attention with "
-        "Triton 3.4 to 3.7.0, so that Qwen3.5 of transformers ends in its error; in plain torch, on an H100, its step "
-        "took 5.9 times as long as ours (`mixtures-h100.jsonl`).\n\n" + table
+        "layers, the model is cut to them, and its vocabulary by the same factor. "
+        + (WITH_FLA if "fla-core" in records[-1] else WITHOUT_FLA)
+        + "\n\n"
+        + table
     )
 
 

@@ -267,7 +267,10 @@ class Checkpoints:
         try:
             optimizer.load_state_dict({"state": state, "param_groups": about["parameter_groups"]})
         except (ValueError, KeyError) as error:
-            raise CheckpointError(f"{path}: is of another optimizer: {error}") from None
+            raise CheckpointError(
+                f"{path}: is of another optimizer, or of a version of ligermodels that grouped parameters otherwise: "
+                f"{error}"
+            ) from None
         for name, (_, restore) in _random_states(ranks).items():
             if name in tensors:
                 restore(tensors[name])

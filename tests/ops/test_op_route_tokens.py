@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -349,6 +349,10 @@ X = torch.ones(3, 12)
         (lambda: route(X, top_k=2, normalize=1), "normalize: must be True or False, got 1"),
         (lambda: route(X, top_k=2, eps=-1.0), "eps: must be a number of at least 0, got -1.0"),
         (lambda: route(X, top_k=2, min_sum=NAN), "min_sum: must be a number of at least 0, got nan"),
+        (lambda: route(X, top_k=2, scale=NAN), "scale must be a finite number, got nan"),
+        (lambda: route(X, top_k=2, scale="x"), "scale must be a finite number, got 'x'"),
+        (lambda: route(X, top_k=[2]), r"top_k: must be a whole number of at least 1, got \[2\]"),
+        (lambda: ops.route_tokens(X, options=cast(Any, (2,))), r"options must be RouterOptions, got \(2,\)"),
     ],
 )
 def test_errors(call: Callable[[], Any], message: str) -> None:

@@ -17,12 +17,13 @@ In torch this is about eight kernels for a forward pass, and as many for a backw
 """
 
 import functools
+import math
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ligermodels.arguments import check_count, check_flag
+from ligermodels.arguments import check_count, check_flag, is_number
 from ligermodels.errors import InputError, short
 from ligermodels.ops.moe.route_tokens_kernels import route_tokens_gradient_kernel, route_tokens_kernel
 from ligermodels.ops.runtime.checks import Signature, assert_async, check_eps
@@ -101,6 +102,8 @@ def route_tokens(
         tensor([[1, 2],
                 [0, 1]])
     """
+    if not isinstance(options, RouterOptions):
+        raise InputError(f"route_tokens: options must be RouterOptions, got {short(options)}")
     _TENSORS.check("route_tokens", logits, selection_bias, given_experts, k=options.top_k)
     num_experts = logits.shape[1]
     check_router_options("route_tokens", options, num_experts)
@@ -112,8 +115,12 @@ def route_tokens(
 
 def check_router_options(op: str, options: RouterOptions, num_experts: int) -> None:
     """Raises InputError, naming `op` and the option, if `options` do not fit together or `num_experts`."""
-    if not torch.compiler.is_compiling():  # there numbers may be symbols, which have no value yet
+    if torch.compiler.is_compiling():  # there numbers may be symbols, which have no value yet
+        return
+    try:
         _check_options(op, num_experts, *options)
+    except TypeError:  # an option such as a list cannot be looked up
+        _check_options.__wrapped__(op, num_experts, *options)
 
 
 @functools.lru_cache(typed=True)  # a check takes longer than one kernel runs, and layers repeat their options
@@ -132,6 +139,8 @@ def _check_options(op: str, num_experts: int, *options: Any) -> None:
     check_flag(f"{op}: normalize", chosen.normalize)
     check_eps(op, chosen.eps)
     check_eps(op, chosen.min_sum, "min_sum")
+    if not is_number(chosen.scale) or not math.isfinite(chosen.scale):
+        raise InputError(f"{op}: scale must be a finite number, got {short(chosen.scale)}")
 
 
 def _check_given(experts: Tensor | None, num_experts: int) -> None:
