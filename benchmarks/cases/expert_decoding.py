@@ -72,7 +72,8 @@ def main() -> None:
     """Command line."""
     parser = recording.parser(__doc__)
     parser.add_argument("--layers", nargs="*", default=["Qwen3-30B-A3B", "gpt-oss-20b"], choices=NAMES)
-    parser.add_argument("--formats", nargs="*", default=[kind or "bf16" for kind in FORMATS])
+    names = [kind or "bf16" for kind in FORMATS]
+    parser.add_argument("--formats", nargs="*", default=names, choices=names)
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     arguments = parser.parse_args()
     facts, rate = recording.facts(), measure.copy_rate()
