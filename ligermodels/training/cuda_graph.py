@@ -41,7 +41,9 @@ MAX_GRAPHS = 8
 """Graphs that are kept; each is for batches of other shapes. Preference data has one."""
 FLOPS_PER_BLOCK = 1e12
 """With "auto", a step is recorded if a block has fewer operations. A block takes some 2.5 ms to launch, forward and
-backward, in which an H100 has some 1e12 operations; FSDP2 takes as long again."""
+backward, in which an H100 has some 1e12 operations."""
+FSDP_FLOPS_PER_BLOCK = 4e12
+"""The same with FSDP2, whose gathers and reductions the CPU launches too."""
 
 
 def graph_step(
@@ -368,7 +370,8 @@ def pays(step: EagerStep, parts: Sequence[Batch], *, is_sharded: bool = False) -
         return False
     tokens = max(part["labels"].numel() for part in parts)
     weights = sum(parameter.numel() for parameter in step.model.parameters())
-    return 6 * weights * tokens / len(blocks) < FLOPS_PER_BLOCK * (1 + is_sharded)
+    limit = FSDP_FLOPS_PER_BLOCK if is_sharded else FLOPS_PER_BLOCK
+    return 6 * weights * tokens / len(blocks) < limit
 
 
 def make_step(step: EagerStep, cuda_graph: CudaGraph, parts: Sequence[Batch]) -> Callable[..., StepResult]:

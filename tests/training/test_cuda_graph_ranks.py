@@ -164,11 +164,11 @@ def decides(rank: int, folder: Path, mesh: Any) -> None:
     threshold = 6 * sum(parameter.numel() for parameter in model.parameters()) * 96 / 2
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(cuda_graph, "GraphStep", lambda step: "graph")
-        for factor, wanted in ((1, True), (0.5, True), (0.25, False)):  # of both ranks, of rank 0, of none
-            patched.setattr(cuda_graph, "FLOPS_PER_BLOCK", factor * threshold)
+        for factor, wanted in ((2, True), (1, True), (0.5, False)):  # of both ranks, of rank 0, of none
+            patched.setattr(cuda_graph, "FSDP_FLOPS_PER_BLOCK", factor * threshold)
             assert (cuda_graph.make_step(eager, "auto", [{"labels": labels}]) == "graph") is wanted
         patched.setattr(cuda_graph, "refusal", lambda *args: "it has a hook" if rank == 0 else "")
-        patched.setattr(cuda_graph, "FLOPS_PER_BLOCK", threshold)
+        patched.setattr(cuda_graph, "FSDP_FLOPS_PER_BLOCK", threshold)
         with pytest.warns(GraphWarning, match="it has a hook" if rank == 0 else "another rank cannot record it"):
             assert cuda_graph.make_step(eager, "auto", [{"labels": labels}]) != "graph"
 
