@@ -20,9 +20,9 @@ from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import as_rows, contiguous
 
-MAX_ROWS = 4096
+MAX_ROWS = 8192
 """Most rows, which a program of the kernel that lists them holds in its registers."""
-MEAN_ROWS = 32
+MEAN_ROWS = 64
 """Most rows per expert of a quantised model. Above, a grouped product of dequantised weights is faster."""
 PLAIN_MEAN_ROWS = 16
 """The same of plain weights, which the grouped product reads as they are."""
