@@ -27,6 +27,7 @@ from ligermodels.layers.targets import IGNORE_INDEX
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.ops.runtime.dispatch import as_recorded
 from ligermodels.ops.runtime.library import is_dtensor
+from ligermodels.parallel.model_size import ModelSize
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.parallel.ranks import largest_of_ranks, parallelism_of
 from ligermodels.training.blockwise_state import local_tensor
@@ -369,9 +370,11 @@ def pays(step: EagerStep, parts: Sequence[Batch], *, is_sharded: bool = False) -
     if not blocks:
         return False
     tokens = max(part["labels"].numel() for part in parts)
-    weights = sum(parameter.numel() for parameter in step.model.parameters())
-    limit = FSDP_FLOPS_PER_BLOCK if is_sharded else FLOPS_PER_BLOCK
-    return 6 * weights * tokens / len(blocks) < limit
+    models = modules_of(step.module, CausalLM)
+    of_models = {id(parameter) for model in models for parameter in model.parameters()}
+    used = sum(ModelSize.of(model).used for model in models)  # by a token, of a mixture its own experts
+    used += sum(p.numel() for p in step.model.parameters() if id(p) not in of_models)
+    return 6 * used * tokens / len(blocks) < (FSDP_FLOPS_PER_BLOCK if is_sharded else FLOPS_PER_BLOCK)
 
 
 def make_step(step: EagerStep, cuda_graph: CudaGraph, parts: Sequence[Batch]) -> Callable[..., StepResult]:
