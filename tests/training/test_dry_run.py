@@ -111,9 +111,9 @@ def test_what_is_trained_and_its_memory(few: FineTuningRecipe) -> None:
     assert run.sequences == 2
     assert run.cuda_graph == "the model is on cpu"
     with pytest.raises(ConfigError, match="97 cannot be split evenly over 2 ranks"):
-        dry_run(few.changed({"tensor": 2}), gpus=2)
+        dry_run(few.changed({"parallel": {"tensor": 2}}), gpus=2)
     with pytest.raises(ConfigError, match="tensor 2: does not divide the number of ranks, which is 1"):
-        dry_run(few.changed({"tensor": 2}))
+        dry_run(few.changed({"parallel": {"tensor": 2}}))
 
     common = {"base": few.base, "data": few.data, "validation_fraction": 0.0, "seq_len": 128, "batch_tokens": 256}
     base, vocab_size = sum(p.nbytes for p in meta().parameters()), meta().config.vocab_size
