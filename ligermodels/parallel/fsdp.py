@@ -29,7 +29,7 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
     FSDP2 gathers one group of parameters at a time: a block, an untied embedding, an untied head, the other parameters;
     or, if the plan's `fsdp_unit` is "model", all of them (see `check_one_unit`).
 
-    Modules that keep their dtypes (`KeepsDtype`), such as quantised weights, are a group before their block, and
+    Modules that keep their dtypes (`KeepsDtype`), such as quantised weights, are a group within their block, and
     compute in these dtypes whatever the plan. LoRA on them is in the block's group, in the plan's `param_dtype`.
     Experts that are distributed over ranks are a group of their own, and so are the router and the other submodules of
     their mixture. Modules that are already sharded are not changed. After a forward pass without gradients, or with an
@@ -143,10 +143,11 @@ class _Sharder(NamedTuple):
                 continue
             names = type(mixture).expert_parallel  # type: ignore[attr-defined]
             children = ((name, child) for name, child in mixture.named_children() if name not in names)
-            others = [child for _, child in children if next(child.parameters(), None) is not None]
-            fully_shard(others, mesh=self.mesh, mp_policy=self.policy)
+            others = [child for _, child in children if child not in kept and next(child.parameters(), None) is not None]
+            if others:
+                fully_shard(others, mesh=self.mesh, mp_policy=self.policy)
             fully_shard(mixture, mesh=self.experts, mp_policy=self.policy)
-            groups += [mixture, others[0]]
+            groups += [mixture, *others[:1]]
         fully_shard(
             module,
             mesh=self.mesh,
