@@ -224,7 +224,7 @@ class MoE(ComposedExperts, Layer):
     Experts without a gate compute down_e(activation(up_e(x))). With `weight_inputs` the experts read weight(e) * x, and
     their outputs are summed as they are.
 
-    Modules: `router` (`layers.Router`), `shared` (a feed-forward layer, or None), `shared_gate` (a linear layer with one
+    Modules: `router` (a `Router`), `shared` (a feed-forward layer, or None), `shared_gate` (a linear layer with one
     output or None), and `latent_in` and `latent_out` (linear layers before and after the experts, or None). Parameters:
     `gate_up` (E, 2 * size, H), with pairs of gate and up rows as in `GatedMLP`, without a gate the up rows (E, size,
     H); `down` (E, H, size); `gate_up_bias` (E, rows of `gate_up`) or None; `down_bias` (E, H) or None. Here H is
