@@ -21,7 +21,6 @@ from ligermodels.models.families import composed
 from ligermodels.training import FusedAdamW
 
 
-
 def routers_of(config: dict[str, Any]) -> list[RouterConfig]:
     blocks = composed(as_config(config)).blocks
     return [block.expert_router for block in blocks if block.expert_router is not None]

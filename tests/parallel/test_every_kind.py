@@ -18,7 +18,7 @@ PLANS = [lm.ParallelPlan(context=2), lm.ParallelPlan(tensor=2)]
 """With `context`, FSDP2 shards the parameters over both ranks too; a third of the models also have a plan of FSDP2
 alone."""
 AT_ONCE = lm.ParallelPlan(fsdp_unit="model")
-"""For models of one dtype."""
+"""The whole model at once."""
 MODES: tuple[Any, ...] = ("none", "selective", "full", "offload")
 """Of activation checkpointing: each kind of layer has two of them, by turns."""
 DECODING: dict[str, Any] = {"max_new_tokens": 3, "eos_token_id": [], "pad_token_id": 0}
