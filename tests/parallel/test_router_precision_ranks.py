@@ -27,8 +27,8 @@ PLANS: list[dict[str, Any]] = [
     {"expert": 2, "param_dtype": "bfloat16"},  # FSDP2 then gathers the experts of each rank
 ]
 MODES: tuple[Any, ...] = ("none", "selective", "full")
-NAMES = "glm4_moe", "mimo_v2_flash"
-"""With and without a shared expert."""
+NAMES = {"glm4_moe": PLANS, "mimo_v2_flash": PLANS[-1:]}
+"""With and without a shared expert, which FSDP2 gathers beside spread experts."""
 
 
 def build(name: str) -> lm.CausalLM:
@@ -44,7 +44,7 @@ def train(rank: int, folder: Path, mesh: DeviceMesh, name: str) -> None:
     ids = torch.randint(3, 120, (2, 12), generator=torch.Generator().manual_seed(0))
     plain = build(name)
     wanted = by_first_rank(plain, lambda plain: plain(ids, labels=ids).loss)
-    for number, plan in enumerate(PLANS):
+    for number, plan in enumerate(NAMES[name]):
         model = lm.parallelize(build(name), lm.ParallelPlan(**plan, activation_checkpointing=MODES[number % 3]))
         kind = partial(Muon, matrices=hidden_matrices(model)) if number % 2 else FusedAdamW
         optimizer = kind(model.parameters(), lr=1e-5)
