@@ -142,8 +142,11 @@ def test_a_model_that_is_gathered_at_once_is_whole_in_memory_and_so_are_its_grad
     mixture = on_meta(CONFIGS["qwen3_moe"])
     own = sum(p.nbytes for p in mixture.parameters() if p.ndim < 3)
     assert step_memory(mixture, 1, 64, shard=2, expert=2, fsdp_unit="model").gathered == 2 * own
-    with pytest.raises(ConfigError, match=r"fsdp_unit: .*keeps its dtype"):
-        step_memory(on_meta(CONFIGS["qwen3_5_text"]), 1, 64, shard=2, fsdp_unit="model")
+    kept = on_meta(CONFIGS["glm4_moe"])  # with routers in float32
+    whole = sum(p.nbytes for p in kept.parameters())
+    assert whole > 2 * sum(p.numel() for p in kept.parameters())
+    found = step_memory(kept, 1, 64, shard=1), step_memory(kept, 1, 64, shard=2, fsdp_unit="model")
+    assert (found[0].weights, found[0].optimizer_states, found[1].gathered) == (whole, 2 * whole, 2 * whole)
 
 
 class Allocated(TorchDispatchMode):
