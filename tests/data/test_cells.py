@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ def test_turns(write: Any, column: str, turns: Any) -> None:
         ("completion", '[{"role": "chief", "content": "x"}]'),
         ("chosen", '{"from": "EUR", "value": 3}'),
         ("prompt", "[{a list}] Explain this."),
+        ("prompt", "[{'content': 'a'}] What is this?"),
         ("prompt", "Hi"),
         ("completion", "[]"),
     ],
@@ -78,9 +80,16 @@ def test_nulls_are_read_as_in_lines_of_json(write: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "cell", ["[{'role': 'user', 'content': 'a'}\n {'role': 'assistant'}]", '[{"role": "user", "con']
+    ("column", "cell"),
+    [
+        ("messages", "[{'role': 'user', 'content': 'a'}\n {'role': 'assistant'}]"),
+        ("completion", "[{'content': 'a', 'role': 'user'} {'content': \"it's\", 'role': 'assistant'}]"),
+        ("chosen", "[{'value': 'a', 'from': 'Human'}\n {'value': 'b', 'from': 'gpt'}]"),
+        ("messages", '[{"role": "user", "con'),
+    ],
 )
-def test_turns_that_cannot_be_read(cell: str) -> None:
-    """As numpy writes them, and cut."""
-    with pytest.raises(InputError, match=r'a\.csv: row 2: "messages" begins as a list of turns, and is neither JSON'):
-        list(csv_lines(table(messages=cell), "a.csv", delimiter=","))
+def test_turns_that_cannot_be_read(column: str, cell: str) -> None:
+    """As numpy writes them, and cut. They would be trained on as text."""
+    message = f'a.csv: row 2: "{column}" begins as a list of turns, and is neither JSON'
+    with pytest.raises(InputError, match=re.escape(message)):
+        list(csv_lines(table(**{column: cell}), "a.csv", delimiter=","))
