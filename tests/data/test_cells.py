@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ligermodels.data.cells import value_of
-from ligermodels.data.json_files import csv_lines
+from ligermodels.data.json_files import csv_lines, parquet_lines
 from ligermodels.data.records import read_record
 from ligermodels.errors import InputError
 
@@ -93,3 +93,20 @@ def test_turns_that_cannot_be_read(column: str, cell: str) -> None:
     message = f'a.csv: row 2: "{column}" begins as a list of turns, and is neither JSON'
     with pytest.raises(InputError, match=re.escape(message)):
         list(csv_lines(table(**{column: cell}), "a.csv", delimiter=","))
+
+
+@pytest.mark.parametrize("write", [json.dumps, str])
+def test_strings_of_parquet_are_read_as_cells(write: Any) -> None:
+    """The hub converts tables of text to Parquet."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    def rows(**cells: str) -> Any:
+        content = io.BytesIO()
+        parquet.write_table(pyarrow.table({name: [cell] for name, cell in cells.items()}), content)
+        return parquet_lines(content, "a.parquet")
+
+    cells = {"prompt": write([USER]), "completion": write([ASSISTANT]), "text": write([USER])}
+    _, line = csv_lines(table(**cells), "a.csv", delimiter=",")
+    assert list(rows(**cells)) == [line] and read_record(line)[0] == ([USER, ASSISTANT], {})
+    with pytest.raises(InputError, match=r'a\.parquet: row 1: "chosen" begins as a list of turns'):
+        list(rows(chosen="[{'content': 'a', 'role': 'user'} {'content': 'b', 'role': 'assistant'}]"))
