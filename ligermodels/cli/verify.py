@@ -168,7 +168,7 @@ def _show(report: Report, as_json: bool) -> None:
             {
                 "passed": report.passed,
                 "first_mismatch": mismatch and mismatch.name,
-                "first_difference": mismatch and mismatch.name,  # its name before draft heads were verified
+                "first_difference": mismatch and mismatch.name,  # the older name, kept for scripts
                 "tolerance": report.tolerance,
                 "tokens": report.tokens,
                 "errors": {place.name: place.error for place in report.places},

@@ -296,7 +296,7 @@ class MoE(ComposedExperts, Layer):
         rows, top_k, mesh = used_in_parts(self, latent), self.config.router.top_k, self._expert_mesh
         weights_inputs = self.config.weight_inputs
         exchange = None if mesh is None or weights_inputs else ExpertExchange(rows, top_k, mesh, context)
-        given_experts = () if context is None or context.experts is None else (context.experts.flatten(0, -2).long(),)
+        given_experts = () if context is None or context.experts is None else (context.experts.flatten(0, -2),)
         logits, weights, chosen = self.router(tokens if routed_by is None else routed_by.flatten(0, -2), *given_experts)
         parts = used_in_parts(self, weights), used_in_parts(self, chosen)
         mixed = self._mix_weighted(rows, *parts, context) if weights_inputs else self._mix(rows, *parts, exchange)
