@@ -77,8 +77,8 @@ def ernie4_5_moe(config: Config) -> DecoderConfig:
     )
     size, shared = fields.size("moe_intermediate_size"), fields.size("moe_num_shared_experts", zero=True)
     first, interval = fields.size("moe_layer_start_index", zero=True), fields.size("moe_layer_interval")
-    last = fields.number("moe_layer_end_index")
-    last = layers - 1 if last == -1 else last
+    name = "moe_layer_end_index"
+    last = layers - 1 if fields.config[name] == -1 else fields.size(name, zero=True)
 
     def mlp(layer: int, gated: MLPConfig) -> MLPConfig | MoEConfig:
         if (layer + 1) % interval or not first <= layer <= last:

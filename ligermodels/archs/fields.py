@@ -246,7 +246,8 @@ class Fields:
     def choices(self, name: str, *implemented: Any, default: Any) -> Any:
         """The value of field `name`; ConfigError if it is not one of the `implemented` values."""
         value = self._get(name, default)
-        if value not in implemented:
+        is_flag = isinstance(value, bool) and not any(isinstance(each, bool) for each in implemented)
+        if is_flag or value not in implemented:  # True equals 1
             known = ", ".join(map(repr, implemented))
             raise ConfigError(f"{self.where}: {name} = {short(value)} is not implemented; implemented: {known}")
         return value

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ligermodels.convert.json_values import is_list_of
+from ligermodels.convert.json_values import is_list_of, is_number
 from ligermodels.errors import ConfigError, ConfigWarning, short, warn_caller
 
 
@@ -45,6 +45,17 @@ HARMLESS = frozenset(
 )
 """Fields that do not change the computation of a model, with any value. `pretraining_tp` and `chunk_size_feed_forward`
 split a computation without changing it; layers of multi-token prediction are not part of the model."""
+
+COUNTS = frozenset(
+    _names("""
+    num_nextn_predict_layers num_mtp_layers num_mtp_modules mtp_transformer_layers mtp_num_hidden_layers
+    mamba_chunk_size chunk_size num_logits_to_keep ep_size cla_share_factor original_max_position_embeddings
+    head_dim intermediate_size moe_intermediate_size moe_shared_expert_intermediate_size num_layers max_window_layers
+    num_experts num_local_experts n_routed_experts num_experts_per_tok n_shared_experts num_shared_experts
+    n_group topk_group moe_layer_freq
+    """)
+)
+"""Numbers of things in fields that some families do not read. A number that counts nothing is an error there too."""
 
 ACTIVATIONS = _names("activation activation_function mlp_activation mlp_hidden_act mamba_hidden_act")
 COMPUTATION: Mapping[str, tuple[Any, ...]] = {
@@ -160,8 +171,11 @@ def check_unread(config: Mapping[str, Any], read: Collection[str], where: str) -
         where: name of the config in messages.
 
     Raises:
-        ConfigError: a field of COMPUTATION has a value that changes the computation.
+        ConfigError: a field of COMPUTATION has a value that changes the computation; or a field of COUNTS, read or not,
+            is true, below 0 or has a fraction.
     """
+    for name in (each for each in config if each in COUNTS and not _may_count(config[each])):
+        raise ConfigError(f"{where}: field {name!r} must be a whole number from 0 on, got {short(config[name])}")
     model_type = f" for model_type {short(config['model_type'])}" if config.get("model_type") else ""
     for name, value in config.items():
         if name in read or name in HARMLESS or name.startswith("_") or _is_empty(name, value):
@@ -177,6 +191,11 @@ def check_unread(config: Mapping[str, Any], read: Collection[str], where: str) -
                 f"{where}: {name} = {short(value)} is not implemented{model_type}; remove the field if the checkpoint "
                 "was made without it"
             )
+
+
+def _may_count(value: Any) -> bool:
+    """Whether `value` is a whole number from 0 on, or no number: null, false (none, in HunYuan), a list by layer."""
+    return value is not True and (not is_number(value) or (value >= 0 and value % 1 == 0))
 
 
 def _is_empty(name: str, value: Any) -> bool:

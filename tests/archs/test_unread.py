@@ -165,6 +165,31 @@ def test_fields_that_change_the_computation_are_errors(name: str, value: Any, tm
         lm.from_config(tmp_path)
 
 
+@pytest.mark.parametrize("value", [0.001, -3, True, 2.5, float("nan")])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama-3", "num_nextn_predict_layers"),  # read by no part of the model
+        ("qwen3_5_text", "mtp_num_hidden_layers"),
+        ("nemotron_h", "num_nextn_predict_layers"),  # read, and without effect
+        ("bamba", "mamba_chunk_size"),
+        ("deepseek_v2-greedy", "n_group"),
+        ("deepseek_v3", "moe_layer_freq"),
+        ("ernie4_5_moe", "moe_layer_end_index"),
+        ("granitemoehybrid-dense-and-rope", "num_experts_per_tok"),
+        ("phi3", "original_max_position_embeddings"),
+    ],
+)
+def test_numbers_that_count_nothing_are_errors(family: str, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"config\.json: .*{name}.*, got|{name} = .* is not implemented"):
+        lm.from_config({**CONFIGS[family], name: value}, device="meta")
+
+
+@pytest.mark.parametrize("value", [0, 1, 1.0, None, False])
+def test_counts_of_parts_outside_the_model(value: Any) -> None:
+    assert compose({**LLAMA, "num_nextn_predict_layers": value}) == compose(LLAMA)
+
+
 @pytest.mark.parametrize(("name", "other"), [("num_heads", "num_attention_heads"), ("block_dim", "hidden_size")])
 def test_a_size_of_lfm2_that_two_fields_give(name: str, other: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name} = 7 must equal {other} = {CONFIGS['lfm2'][other]}"):
