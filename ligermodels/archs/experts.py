@@ -116,6 +116,24 @@ def feed_forwards(fields: Fields, first_dense: int, *, types_decide: bool = Fals
     return kinds
 
 
+def feed_forwards_by_types(fields: Fields) -> list[str]:
+    """The kind of each layer's feed-forward layer, DENSE or SPARSE, of families of which transformers reads
+    `mlp_layer_types` alone (by default the first layer is dense) and vLLM `first_k_dense_replace`.
+
+    Raises:
+        ConfigError: the two fields contradict each other.
+    """
+    kinds = fields.kinds("mlp_layer_types", (DENSE, SPARSE), lambda layer: SPARSE if layer else DENSE)
+    stated = fields.config.get("first_k_dense_replace") is not None
+    first = fields.size("first_k_dense_replace", 0, zero=True)
+    if stated and any((kind == DENSE) != (layer < first) for layer, kind in enumerate(kinds)):
+        raise ConfigError(
+            f"{fields.where}: first_k_dense_replace = {first} contradicts mlp_layer_types, by default one dense layer "
+            "before sparse ones; transformers reads mlp_layer_types: correct it, or remove first_k_dense_replace"
+        )
+    return kinds
+
+
 def check_groups(fields: Fields, experts: str, count: int, chosen: int, groups: int, best: int, least: int = 2) -> None:
     """ConfigError, naming the fields, unless a token's experts can be chosen from its best groups.
 

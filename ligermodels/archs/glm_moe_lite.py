@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields
 from ligermodels.archs.deepseek import latent_decoder, rotated_dim
-from ligermodels.archs.experts import expert_layouts, grouped_router
-from ligermodels.archs.fields import DENSE, SPARSE, name_of, renamed
+from ligermodels.archs.experts import expert_layouts, feed_forwards_by_types, grouped_router
+from ligermodels.archs.fields import DENSE, name_of, renamed
 from ligermodels.archs.glm_moe import ATTRIBUTE_MAP, NAMES
-from ligermodels.errors import ConfigError
 from ligermodels.models.mtp_format import NUMBERED_LAYERS
 
 GLM4_MOE_LITE = {
@@ -40,15 +39,7 @@ GLM4_MOE_LITE = {
 def glm4_moe_lite(config: Config) -> DecoderConfig:
     """The composed config of a `Glm4MoeLiteConfig` dict; its layers of multi-token prediction are no part of it."""
     fields = Fields(renamed(config, "qk_rope_head_dim", "head_dim"), GLM4_MOE_LITE)
-    kinds = fields.kinds("mlp_layer_types", (DENSE, SPARSE), lambda layer: SPARSE if layer else DENSE)
-    if config.get("first_k_dense_replace") is not None:
-        # transformers reads mlp_layer_types alone, other programs this number.
-        first = fields.size("first_k_dense_replace", zero=True)
-        if any((kind == DENSE) != (layer < first) for layer, kind in enumerate(kinds)):
-            raise ConfigError(
-                f"{fields.where}: first_k_dense_replace = {first} contradicts mlp_layer_types, by default one dense "
-                "layer before sparse ones; remove one of them"
-            )
+    kinds = feed_forwards_by_types(fields)
     return latent_decoder(
         fields,
         rope=fields.rope(rotated_dim(fields), fields.size("max_position_embeddings")),

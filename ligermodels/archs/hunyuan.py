@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 from ligermodels.archs.compose import Config, DecoderConfig, Family, Fields, decoder
-from ligermodels.archs.experts import expert_layouts, published_layouts, shared_and_routed
-from ligermodels.archs.fields import DENSE, SPARSE, name_of
+from ligermodels.archs.experts import expert_layouts, feed_forwards_by_types, published_layouts, shared_and_routed
+from ligermodels.archs.fields import DENSE, name_of
 from ligermodels.convert.rope_settings import rope_parameters
 from ligermodels.errors import ConfigError
 from ligermodels.layers import MoEConfig, NormConfig, QKNormConfig, RouterConfig
@@ -56,8 +56,7 @@ def hy_v3(config: Config) -> DecoderConfig:
     bias = fields.flag("attention_bias", False)
     norm = QKNormConfig(NormConfig(fields.number("rms_norm_eps", negative=False)))
     own: dict[str, Any] = {"bias": bias, "o_bias": bias, "qk_norm": norm}
-    first = fields.size("first_k_dense_replace", 1, zero=True)
-    kinds = fields.kinds("mlp_layer_types", (DENSE, SPARSE), lambda layer: DENSE if layer < first else SPARSE)
+    kinds = feed_forwards_by_types(fields)
     router = RouterConfig(
         *fields.experts(name_of(config, "num_experts", "num_local_experts")),
         scores="sigmoid",

@@ -32,6 +32,9 @@ MAMBA |= {"mamba_expand": 3, "mamba_dt_max": 0.5, "mamba_dt_init_floor": 1e-3}
         ("kimi_linear", ["norm_topk_prob"], {"moe_renormalize": None}),
         ("bailing_hybrid", ["norm_topk_prob"], {"moe_renormalize": None}),
         ("qwen3", ["rope_theta"], {"rope_parameters": {**LONG_YARN, "truncate": None}}),
+        ("hy_v3", ["first_k_dense_replace"], {"mlp_layer_types": ["sparse", "dense"], "num_hidden_layers": 2}),
+        ("hy_v3", ["first_k_dense_replace"], {"num_hidden_layers": 2}),
+        ("hy_v3", [], {"num_hidden_layers": 2, "mlp_layer_types": ["dense"] * 2, "first_k_dense_replace": 3}),
     ],
 )
 @torch.no_grad()
@@ -66,6 +69,12 @@ def test_as_in_transformers(name: str, without: list[str], fields: dict[str, Any
         ("cohere2_moe", {"logit_scale": -0.7}, "field 'logit_scale' must be above 0"),
         ("falcon_h1", {"lm_head_multiplier": -0.7}, "field 'lm_head_multiplier' must be above 0"),
         ("muse_glimmer_text", {"output_multiplier": 0}, "field 'output_multiplier' must be above 0"),
+        ("hy_v3", {"first_k_dense_replace": 2}, "first_k_dense_replace = 2 contradicts mlp_layer_types"),
+        (
+            "hy_v3",
+            {"mlp_layer_types": ["sparse", "dense"], "num_hidden_layers": 2},
+            "first_k_dense_replace = 1 contradicts mlp_layer_types",
+        ),
         ("exaone_moe", {"sliding_windows": [7, 9]}, "sliding_windows = [7, 9] is not implemented"),
         ("exaone_moe", {"swiglu_limits": [0.0, 7.0]}, "swiglu_limits = [0.0, 7.0] is not implemented"),
     ],
