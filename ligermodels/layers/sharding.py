@@ -184,9 +184,30 @@ def reshard(module: ModuleLike) -> None:
 
 
 def reshard_before_pass(module: nn.Module) -> None:
-    """`reshard` before a pass of a root of FSDP2 that does not begin with its `forward`; nothing for other modules."""
+    """`reshard` and `check_not_cast` before a pass of a root of FSDP2; nothing for other modules."""
     if is_fsdp(module):
         reshard(module)
+        check_not_cast(module)
+
+
+def check_not_cast(root: nn.Module) -> None:
+    """Raise InputError if a root of FSDP2 was cast since its first pass.
+
+    FSDP2 keeps the tensors into which it gathers parameters, and fails with those of another dtype.
+    """
+    if torch.compiler.is_compiling():
+        return
+    now = [parameter.dtype for parameter in root.parameters() if is_dtensor(parameter)]
+    first = vars(root).setdefault("_dtypes_of_passes", now)
+    if len(first) != len(now):  # parameters were added or removed, or are gathered for a pass around this one
+        vars(root)["_dtypes_of_passes"] = now
+    elif first != now:
+        was, is_now = next(pair for pair in zip(first, now, strict=True) if pair[0] != pair[1])
+        raise InputError(
+            f"to: the model was cast from {was} to {is_now} after a forward pass, and FSDP2 computes in the dtypes of "
+            "its first pass; cast the model before that pass (or load it with dtype=), or give "
+            "ParallelPlan(param_dtype=) to compute in another dtype than the parameters have"
+        )
 
 
 def check_not_freed(parameters: Iterable[Tensor]) -> None:

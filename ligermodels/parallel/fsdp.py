@@ -15,7 +15,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import KeepsDtype, LMHead
 from ligermodels.layers.modules import modules_of
-from ligermodels.layers.sharding import gather_before_inference, reshard, set_root, shard_after_error, start_at_root
+from ligermodels.layers.sharding import (
+    gather_before_inference,
+    reshard,
+    reshard_before_pass,
+    set_root,
+    shard_after_error,
+    start_at_root,
+)
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import Decoder
 from ligermodels.ops.runtime.tensors import dtype_named
@@ -204,7 +211,7 @@ def _shard_before_pass(module: nn.Module, *_: Any) -> None:
     Between an earlier pass, without a backward pass, and this one an optimizer may have changed the shards.
     """
     start_at_root(module)
-    reshard(module)
+    reshard_before_pass(module)
     gather_before_inference(module)
 
 

@@ -61,9 +61,29 @@ def before_the_optimizer(rank: int, folder: Path, mesh: DeviceMesh) -> None:
             train(model, [batch(0)], steps=1, optimizer=of_torch)
 
 
+def cast_after_a_pass(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """Before the first pass a model may be cast, and after it cast back."""
+    for plan in PLANS:
+        for first in (lambda model: model(**batch(0)).loss.backward(), lambda model: model.generate([[1, 2]])):
+            model = lm.parallelize(build("llama-3"), plan).to(torch.bfloat16)
+            first(model)
+            model.float()
+            for call in (lambda model: model(**batch(0)), lambda model: model.log_probs(**batch(0))):
+                with pytest.raises(
+                    InputError, match=r"to: the model was cast from torch\.bfloat16 to torch\.float32 aft"
+                ):
+                    call(model)
+            model.bfloat16()
+            assert model(**batch(0)).loss.isfinite()
+
+
 def test_between_the_backward_pass_and_the_step(tmp_path: Path) -> None:
     in_two_ranks(between_backward_and_step, tmp_path)
 
 
 def test_before_the_optimizer_is_made(tmp_path: Path) -> None:
     in_two_ranks(before_the_optimizer, tmp_path)
+
+
+def test_a_model_that_was_cast_after_a_pass(tmp_path: Path) -> None:
+    in_two_ranks(cast_after_a_pass, tmp_path)
