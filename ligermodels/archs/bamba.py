@@ -82,22 +82,21 @@ def mamba2_layer(fields: Fields, inner_size: str | None = None) -> Mamba2Config:
     )
 
 
-def time_step_limit(fields: Fields) -> tuple[float, float]:
-    """The smallest and the largest step size, from field `time_step_limit`. JSON has infinity as Infinity, or as
-    transformers writes it.
+def time_step_limit(fields: Fields, name: str = "time_step_limit") -> tuple[float, float]:
+    """The smallest and the largest step size, from the field `name`. JSON has infinity as Infinity, or as transformers
+    writes it.
 
     ConfigError, naming the field, unless they are two numbers that rise from 0 on.
     """
-    fields.ignore("time_step_limit")
-    value = fields.config.get("time_step_limit")
+    fields.ignore(name)
+    value = fields.config.get(name)
     limit = [math.inf if end in INFINITY else end for end in value] if isinstance(value, list | tuple) else value
     if limit is None:
         return 0.0, math.inf
     if isinstance(limit, list) and len(limit) == 2 and all(map(is_number, limit)) and 0 <= limit[0] <= limit[1]:
         return float(limit[0]), float(limit[1])
     raise ConfigError(
-        f"{fields.where}: field 'time_step_limit' must be two numbers, the first from 0 up to the second, got "
-        f"{short(value)}"
+        f"{fields.where}: field {name!r} must be two numbers, the first from 0 up to the second, got {short(value)}"
     )
 
 

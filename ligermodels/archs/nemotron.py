@@ -165,8 +165,9 @@ def _mamba(fields: Fields, eps: float, names: Mapping[str, str]) -> Mamba2Config
     bias = fields.flag("use_bias", False)
     if fields.flag("mamba_proj_bias", False) and not bias:
         raise ConfigError(f"{fields.where}: mamba_proj_bias = True is not implemented; use_bias gives these biases")
-    if time_step_limit(fields) != (0.0, math.inf):
-        raise ConfigError(f"{fields.where}: time_step_limit is not implemented; the lower bound is time_step_min")
+    for name in ("time_step_limit", "mamba_dt_limit"):  # transformers reads both, and uses neither
+        if time_step_limit(fields, name) != (0.0, math.inf):
+            raise ConfigError(f"{fields.where}: {name} is not implemented; the lower bound is time_step_min")
     heads, groups = fields.size("mamba_num_heads"), fields.size(names["n_groups"])
     if heads % groups:
         raise ConfigError(f"{fields.where}: {names['n_groups']} {groups} does not divide mamba_num_heads {heads}")

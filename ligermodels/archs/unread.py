@@ -100,7 +100,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         attn_output_gate output_gate_type mamba_ssm_dtype mamba_d_state mamba_d_conv ssm_state_size
         mamba_n_heads mamba_n_groups mamba_d_head mamba_expand mamba_conv_bias mamba_proj_bias time_step_limit
         attn_layer_indices z_loss_coefficient mamba_d_ssm mamba_rms_norm mamba_norm_before_gate projectors_bias
-        n_groups conv_kernel use_conv_bias mamba_num_heads mamba_head_dim time_step_min mamba_dt_min
+        n_groups conv_kernel use_conv_bias mamba_num_heads mamba_head_dim time_step_min mamba_dt_min mamba_dt_limit
         expand residual_in_fp32
         layer_norm_epsilon moe_latent_size moe_shared_expert_intermediate_size hybrid_override_pattern
         hidden_size_per_layer_input vocab_size_per_layer_input attention_k_eq_v use_double_wide_mlp global_head_dim

@@ -57,6 +57,9 @@ def test_as_in_transformers(name: str, without: list[str], fields: dict[str, Any
         ("phi3", {"rope_scaling": YARN}, "rope_type = 'yarn' does not mean the same to all readers of phi3"),
         ("nemotron_h", {"mamba_n_groups": 7}, "n_groups = 3 contradicts mamba_n_groups = 7"),
         ("nemotron_h", {"mamba_n_groups": 7, "n_groups": None}, "mamba_n_groups 7 does not divide mamba_num_heads 12"),
+        ("nemotron_h", {"time_step_limit": [0.1, float("inf")]}, "time_step_limit is not implemented; the lower bound"),
+        ("nemotron_h", {"mamba_dt_limit": [0.0, 0.1]}, "mamba_dt_limit is not implemented; the lower bound"),
+        ("nemotron_h", {"mamba_dt_limit": 0.1}, "field 'mamba_dt_limit' must be two numbers"),
         ("nemotron_h", {"mamba_d_conv": 0}, "field 'mamba_d_conv' must be a whole number above 0"),
         (
             "laguna",
@@ -92,6 +95,7 @@ def test_fields_that_are_refused(name: str, fields: dict[str, Any], message: str
             {"moe_router_score_func": "sigmoid", "swa_attention_sink_enabled": False, "swa_rope_parameters": None},
         ),
         ("laguna", {"mlp_only_layers": [0], "decoder_sparse_step": 1}),
+        ("nemotron_h", {"mamba_dt_limit": [0.0, "Infinity"]}),
         ("exaone_moe", {"sliding_windows": None, "swiglu_limits": [0, None]}),
     ],
 )
