@@ -51,6 +51,7 @@ from ligermodels.models.families import family_of, warn_of_other_family
 from ligermodels.models.state_dict import move_state_dict
 from ligermodels.models.untie import untied, with_own_head
 from ligermodels.ops.attention.attention import backends
+from ligermodels.ops.runtime.devices import own_random_numbers
 from ligermodels.parallel.plan import ParallelPlan
 
 Progress = Callable[[int, int], None]
@@ -376,8 +377,7 @@ def _initialize_lora(model: CausalLM, plan: ParallelPlan | None) -> None:
         return initialize_lora(model)
     own = int(torch.randint(2**31, ()))  # the ranks' own random states may differ
     seed = Ranks(model.parameters()).from_first("prepare", lambda: own)
-    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-        torch.manual_seed(seed)
+    with own_random_numbers(model.device, seed):
         initialize_lora(model)
 
 

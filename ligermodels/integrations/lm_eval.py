@@ -19,6 +19,7 @@ from torch import Tensor
 from ligermodels.errors import ConfigError
 from ligermodels.generation.eval_mode import evaluating
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.ops.runtime.devices import own_random_numbers
 from ligermodels.training.callback import Callback
 from ligermodels.training.interruption import Interrupted
 
@@ -193,7 +194,7 @@ def _eos_token_id(model: CausalLM) -> Any:
 def _generators_kept(device: torch.device) -> Iterator[None]:
     """Keep the states of all random generators: lm-eval seeds them."""
     states = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if device.type == "cuda" else []):
+    with own_random_numbers(device):
         try:
             yield
         finally:

@@ -10,8 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ligermodels.adapt.saved_modules import token_modules
 from ligermodels.adapt.targets import leaf
 from ligermodels.convert import hub
@@ -28,6 +26,7 @@ from ligermodels.data.tokenizer import Tokenizer
 from ligermodels.errors import CheckpointError, CheckpointWarning, ConfigError, ConfigWarning
 from ligermodels.models.extra_heads import require_model, without_heads
 from ligermodels.models.families import family_of
+from ligermodels.ops.runtime.devices import own_random_numbers
 from ligermodels.ops.runtime.tensors import dtype_named
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.pretrained import Progress, from_config, from_pretrained
@@ -229,8 +228,7 @@ class Base:
         if self.weights is not None and self.reads_weights:
             model = from_pretrained(self.weights, progress=progress, **options)
         else:
-            with torch.random.fork_rng(devices=[torch.device(device)] if device.startswith("cuda") else []):
-                torch.manual_seed(recipe.seed)
+            with own_random_numbers(device, recipe.seed):
                 model = from_config(self.config, **options)
         files = tokenizer_files(self.tokenizer)
         if recipe.chat_template is not None:

@@ -9,13 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ligermodels.convert import hub
 from ligermodels.convert.config_json import read_json
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.evaluation import KLToReference, perplexity
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.ops.runtime.devices import own_random_numbers
 from ligermodels.speculative.evaluation import HeadScores, evaluate_heads
 from ligermodels.speculative.head_files import CONFIG
 from ligermodels.speculative.multi_head import MultiHeadModel
@@ -64,8 +63,7 @@ def initialized_by(seed: int, model: CausalLM) -> Iterator[None]:
     Raises:
         ConfigError: instead of an InputError, which is about the recipe's settings here.
     """
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-        torch.manual_seed(seed)
+    with own_random_numbers(model.device, seed):
         try:
             yield
         except InputError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
@@ -16,6 +16,7 @@ from ligermodels.arguments import check_flag
 from ligermodels.convert.input_files import folder_to_write
 from ligermodels.convert.ranks import Ranks
 from ligermodels.errors import CheckpointError, InputError, LigerModelsError, TrainingError
+from ligermodels.ops.runtime.devices import own_random_numbers
 from ligermodels.parallel.ranks import join, rank_device_type
 from ligermodels.training.callback import Callback, callbacks_at, check_callbacks, lm_eval_callback
 from ligermodels.training.checkpoints import Checkpoints
@@ -112,7 +113,7 @@ def run_job(
     callbacks = [*callbacks, *named]
     folder, console = folder_to_write(out), console or Console()
     device = rank_device_type() if device is None else device
-    with _only_run_in(folder, device) as ranks, _random_numbers_of_its_own(device):
+    with _only_run_in(folder, device) as ranks, own_random_numbers(device):
         ranks.from_first(str(folder), lambda: require_usable(folder, resume=resume, overwrite=overwrite))
         _check_unstopped(callbacks)
         checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.keep_checkpoints)
@@ -266,11 +267,6 @@ def _complete_checkpoint(step: int, save: SaveCheckpoint, state: RunState) -> No
         if step < state.plan.steps:
             raise
         state.console.say(f"{error}; the result is written all the same")
-
-
-def _random_numbers_of_its_own(device: str) -> AbstractContextManager[None]:
-    """Context manager after which torch's random generators are as before, which a run seeds."""
-    return torch.random.fork_rng([torch.cuda.current_device()] if torch.device(device).type == "cuda" else [])
 
 
 @contextmanager

@@ -53,3 +53,32 @@ def test_float8_names_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendError, match=r"^float8_cast: NVIDIA A100 has compute capability"):
         float8_cast(torch.ones(16, 16), torch.float8_e4m3fn)
     assert devices.gpu_of(torch.device("cpu")) is not None
+
+
+@pytest.mark.parametrize(("device", "initialized"), [("cuda", False), ("cuda:1", True), ("cpu", True)])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_random_numbers_of_all_gpus_are_as_before(
+    device: str, initialized: bool, seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of those that a computation does not use: `torch.manual_seed` seeds all."""
+    states = {0: 10, 1: 11}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(states))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", states.__getitem__)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, index: states.update({index: state}))
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: states.update(dict.fromkeys(states, seed)))
+    before = torch.get_rng_state()
+    with pytest.raises(KeyError), devices.own_random_numbers(device, seed):
+        assert states == ({0: 10, 1: 11} if seed is None else {0: 3, 1: 3})
+        states[0] = int(torch.randint(9, ()))
+        raise KeyError
+    assert states == {0: 10, 1: 11} and torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_random_numbers_of_two_gpus_are_as_before() -> None:
+    before = torch.cuda.get_rng_state_all()
+    with devices.own_random_numbers("cuda:1", 3):
+        torch.rand(3, device="cuda:1")
+    assert all(map(torch.equal, torch.cuda.get_rng_state_all(), before))

@@ -1,6 +1,9 @@
-"""Properties of GPUs, and launch sizes by them: ops choose kernels by properties, never by the name of a GPU."""
+"""Properties of GPUs, launch sizes by them, and their random generators: ops choose kernels by properties, never by the
+name of a GPU."""
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -54,6 +57,22 @@ class GPU(NamedTuple):
 def is_hip() -> bool:
     """Whether the GPUs of this process are AMD's."""
     return torch.version.hip is not None if dispatch.pretended is None else dispatch.pretended.hip
+
+
+@contextmanager
+def own_random_numbers(device: torch.device | str, seed: int | None = None) -> Iterator[None]:
+    """Context manager after which torch's random generators are as before.
+
+    Args:
+        device: device of the computation.
+        seed: seed of all generators within; None leaves them as they are.
+    """
+    # Of all GPUs, because `torch.manual_seed` seeds all.
+    has_gpus = torch.device(device).type == "cuda" or torch.cuda.is_initialized()
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if has_gpus else [], device_type="cuda"):
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield
 
 
 @torch.compiler.assume_constant_result
