@@ -10,7 +10,15 @@ from torch import Tensor
 from ligermodels.archs.unread import DROPOUT
 from ligermodels.errors import InputError
 from ligermodels.integrations.inputs import Inputs, Padding
-from ligermodels.integrations.modules import FINAL_NORM, has_hooks, is_ours, layer_forward, mixes_tokens, part
+from ligermodels.integrations.modules import (
+    FINAL_NORM,
+    has_hooks,
+    is_ours,
+    layer_forward,
+    mixes_tokens,
+    part,
+    within_checkpoint,
+)
 from ligermodels.integrations.settings import has_rotary_of, keep_settings, keeps_config
 
 SWITCHES = ("output_attentions", "output_hidden_states", "output_router_logits")
@@ -79,8 +87,8 @@ def _requests_more(config: Any, options: dict[str, Any]) -> bool:
 def layers_run_natively(backbone: Any, padding: Padding) -> bool:
     """Whether the layers of a backbone compute natively: adapters and hooks on layers may expect transformers'
     arguments, and padding may change frequencies."""
-    layers = backbone.layers
-    modules = [module for root in (layers, part(backbone, FINAL_NORM)) for module in root.modules()]
+    layers = [*map(within_checkpoint, backbone.layers)]
+    modules = [module for root in (backbone.layers, part(backbone, FINAL_NORM)) for module in root.modules()]
     return (
         all(is_ours(x, layer_forward) and is_ours(part(x, "mixer"), layer_forward) for x in layers)
         and not has_hooks(modules)
@@ -132,8 +140,9 @@ def check_checkpointing(backbone: Any) -> None:
     if not backbone.training or not shares:
         return
     for layer in backbone.layers:
-        options = getattr(getattr(layer, "_gradient_checkpointing_func", None), "keywords", {})
-        if getattr(layer, "gradient_checkpointing", False) and options.get("use_reentrant"):
+        of_torch, own = (getattr(layer, name, None) for name in ("checkpoint_fn", "_gradient_checkpointing_func"))
+        functions = (of_torch, own if getattr(layer, "gradient_checkpointing", False) else None)
+        if any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions):
             raise InputError(
                 "gradient_checkpointing_kwargs: use_reentrant=True loses gradients of what layers of this model share; "
                 "give use_reentrant=False"

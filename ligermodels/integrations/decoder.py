@@ -10,7 +10,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ligermodels.integrations.modules import FINAL_NORM, OnModules, attribute_named, native_of, part_named
+from ligermodels.integrations.modules import (
+    FINAL_NORM,
+    OnModules,
+    attribute_named,
+    native_of,
+    part_named,
+    within_checkpoint,
+)
 from ligermodels.layers import BlockOutput, ForwardContext, PerLayerInputs, PerLayerInputsConfig, RotaryEmbedding
 from ligermodels.layers.tokens import TokenLayout
 from ligermodels.models.decoder import Decoder, DecoderConfig
@@ -57,7 +64,7 @@ class _LayerCall:
     @property
     def token_wise(self) -> bool:
         """See `Block`."""
-        token_wise: bool = native_of(self._layer).layer.token_wise
+        token_wise: bool = native_of(within_checkpoint(self._layer)).layer.token_wise
         return token_wise
 
     def __call__(self, *args: Any) -> BlockOutput:

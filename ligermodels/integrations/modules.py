@@ -123,6 +123,13 @@ def within_adapter(module: nn.Module) -> nn.Module:
     return module
 
 
+def within_checkpoint(layer: nn.Module) -> nn.Module:
+    """The layer that torch's activation checkpointing wraps, as accelerate's FSDP2 does, or the layer itself."""
+    while (inner := getattr(layer, "_checkpoint_wrapped_module", None)) is not None:
+        layer = inner
+    return layer
+
+
 def unset_forward(module: nn.Module) -> None:
     """Undo `set_forward`, if the module has a forward of ours."""
     native = module.__dict__.pop("native", None)

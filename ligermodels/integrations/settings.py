@@ -49,8 +49,7 @@ class Settings:
         """The name of an attribute or submodule of `module` with other settings, "forward" for another forward of its
         class, or None."""
         attributes = vars(module)
-        # FSDP2 derives a class that has the forward of the original one.
-        if type(module).forward is not self.kind.forward:
+        if _class_before_fsdp2(module).forward is not self.kind.forward:
             return "forward"
         for name, value in self.attributes.items():
             if name not in attributes or attributes[name] != value:
@@ -72,7 +71,14 @@ def settings_of(module: nn.Module) -> Settings:
         for name, child in module.named_children()
         if not any(True for _ in (*child.parameters(), *child.buffers()))
     }
-    return Settings(type(module), attributes, children)
+    return Settings(_class_before_fsdp2(module), attributes, children)
+
+
+def _class_before_fsdp2(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, from which FSDP2 derives another one. A layer's class of transformers wraps the forward of
+    each class that derives from it."""
+    cls = type(module)
+    return cls.__bases__[-1] if cls.__module__.startswith("torch.distributed.fsdp.") else cls
 
 
 def is_of_libraries(module: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState
 from test_others import batches
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
+from two_processes import deepspeed_on_cpu
 
 from ligermodels.integrations import use_native_head
 from ligermodels.integrations.decoder import HFDecoder
@@ -23,11 +24,12 @@ MODELS = {"theirs": tiny.theirs, **tiny.NATIVE}
 
 
 def zero3() -> dict[str, Any]:
-    """DeepSpeed's ZeRO of stage 3, in float32, without compiling its extension for the CPU: gloo does as well."""
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+    """DeepSpeed's ZeRO of stage 3, in float32."""
+    deepspeed_on_cpu()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+    }
     return {"deepspeed_plugin": DeepSpeedPlugin({**config, "zero_allow_untested_optimizer": True})}
 
 
@@ -47,7 +49,8 @@ TRAINERS: dict[str, dict[str, Any]] = {"trainer fsdp2": FSDP2, "sft fsdp2": FSDP
 
 def by_accelerator(how: str, model: Any, out: Path) -> list[float]:
     """Four steps by `Accelerator.prepare`."""
-    accelerator = Accelerator(cpu=True, **DISTRIBUTED[how]())
+    accelerator = Accelerator(**DISTRIBUTED[how]())
+    assert accelerator.distributed_type.value == {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "zero3": "DEEPSPEED"}[how]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model, optimizer = accelerator.prepare(model.train(), optimizer)
     half = slice(2 * accelerator.process_index, 2 * accelerator.process_index + 2)
@@ -76,7 +79,7 @@ def by_trainer(how: str, model: Any, out: Path) -> list[float]:
     common |= {"logging_steps": 1, **steps, **TRAINERS[how]}
     tokenizer = tiny.tokenizer()
     if how.startswith("sft"):
-        arguments = SFTConfig(str(out), **common)
+        arguments = SFTConfig(str(out), gradient_checkpointing=False, **common)
         trainer = SFTTrainer(model, arguments, train_dataset=tiny.texts(), processing_class=tokenizer)
         if "native" in vars(model):
             use_native_head(trainer)
@@ -84,6 +87,7 @@ def by_trainer(how: str, model: Any, out: Path) -> list[float]:
         data = tiny.texts().map(lambda row: tokenizer(row["text"]), remove_columns=["text"])
         collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
         trainer = Trainer(model, TrainingArguments(str(out), **common), collator, data)
+    assert trainer.accelerator.is_fsdp2
     trainer.train()
     trainer.save_model(str(out))
     return [record["loss"] for record in trainer.state.log_history if "loss" in record]

@@ -9,6 +9,7 @@ import traceback
 from functools import cache
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,35 @@ def forks() -> ForkServerContext:
     return context
 
 
+def with_fsdp2_on_cpu() -> None:
+    """Let accelerate shard by FSDP2 on the CPU, where it would use DDP without a word."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    init = AcceleratorState.__init__
+
+    def with_fsdp2(self: AcceleratorState, *args: Any, fsdp_plugin: Any = None, **options: Any) -> None:
+        init(self, *args, fsdp_plugin=fsdp_plugin, **options)
+        if fsdp_plugin is not None:
+            self.fsdp_plugin = fsdp_plugin
+            PartialState._shared_state["distributed_type"] = self.distributed_type = DistributedType.FSDP
+
+    AcceleratorState.__init__ = with_fsdp2  # type: ignore[method-assign]
+
+
+def deepspeed_on_cpu() -> None:
+    """Let the next `Accelerator` of this process use DeepSpeed on the CPU, where it would use DDP without a word; with
+    gloo, so that DeepSpeed compiles no extension."""
+    import deepspeed
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.DEEPSPEED
+    os.environ["ACCELERATE_USE_CPU"] = "false"
+
+
 def run_rank(rank: int, port: int, program: Path, arguments: tuple[str, ...], work: Path) -> None:
     """Runs a program as torchrun runs it; its output goes to `work/RANK.log`."""
     log = os.open(work / f"{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
@@ -41,6 +71,8 @@ def run_rank(rank: int, port: int, program: Path, arguments: tuple[str, ...], wo
     os.environ.update({**ENVIRONMENT, **{name: str(value) for name, value in variables.items()}})
     os.chdir(work)
     sys.argv, sys.path[:0] = [str(program), *arguments], [str(program.parent)]
+    if "accelerate" in sys.modules:
+        with_fsdp2_on_cpu()
     try:
         runpy.run_path(str(program), run_name="__main__")
     except BaseException:
