@@ -18,7 +18,11 @@ OF_TURNS = (
 )
 """Columns that may hold turns."""
 
-_FIRST_KEY = re.compile(r"""\s*\[\s*\{\s*(["'])(?:role|from|content|value)\1\s*:""")
+_CONTENTS = ("content", "value", "tool_calls", "function_call")
+"""Keys of turns, of which each turn has one."""
+
+_FIRST_KEY = re.compile(r"""\s*\[\s*\{\s*(["'])(\w+)\1\s*:""")
+_KEY = re.compile(r"""(["'])(\w+)\1\s*:""")
 _SPEAKER = re.compile(r"""(["'])(?:role|from)\1\s*:\s*(["'])(\w+)\2""")
 
 
@@ -38,10 +42,11 @@ def value_of(column: str, cell: str) -> Any:
             found = parse(cell)
             break
     else:
-        if _FIRST_KEY.match(cell) and any(found[3].lower() in ROLES for found in _SPEAKER.finditer(cell)):
+        if _begins_as_turns(cell):
             raise ValueError(
                 f'"{column}" begins as a list of turns, and is neither JSON nor a list as Python writes it. The to_csv '
-                "of pandas and of the package datasets writes arrays without commas: use to_json or to_parquet"
+                "of pandas and of the package datasets writes arrays without commas: write the turns by to_json or "
+                "to_parquet. A text that begins so must be in a .jsonl file"
             )
         return cell
     if not _are_turns(found, column):
@@ -61,6 +66,14 @@ def _check_literal(cell: str) -> None:
             raise RepeatedField(f"an object has the field {twice[0]!r} twice")
 
 
+def _begins_as_turns(cell: str) -> bool:
+    """Whether a text that cannot be parsed begins as a list of turns, which may be cut after its first speaker."""
+    first = _FIRST_KEY.match(cell)
+    if first is None or not any(speaker[3].lower() in ROLES for speaker in _SPEAKER.finditer(cell)):
+        return False
+    return first[2] in ("role", "from") or any(key[2] in _CONTENTS for key in _KEY.finditer(cell))
+
+
 def _are_turns(value: Any, column: str) -> bool:
     """Whether a value is a list of turns, or in a column of answers one turn."""
     turns = value if isinstance(value, list) else [value] if column.startswith(("chosen", "rejected")) else []
@@ -72,4 +85,4 @@ def _is_turn(value: Any) -> bool:
         return False
     speaker = value.get("role", value.get("from"))
     known = isinstance(speaker, str) and speaker.strip().lower() in ROLES
-    return known and any(name in value for name in ("content", "value", "tool_calls", "function_call"))
+    return known and any(name in value for name in _CONTENTS)

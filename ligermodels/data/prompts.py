@@ -33,17 +33,21 @@ class OpenChat:
 
         Args:
             documents: documents with the tokenizer and the chat template.
-            index: index of the document; it is reported as unusable if the template refuses the messages.
+            index: index of the document; it is reported as unusable if the template refuses the messages, also if this
+                leaves no turn of the assistant because the user has none.
 
         Raises:
             InputError: more unusable lines than allowed.
             CheckpointError: there is no usable chat template.
         """
+        refusal = None
         while True:
             while self.rest and (self.rest[0]["role"] != "assistant" or self.rest[0].get("weight") == 0):
                 self.messages.append(self.rest.pop(0))
             if not self.rest or (turn := self.rest.pop(0)).get("tool_calls"):
                 self.rest = []  # The tool's answer belongs to the original call.
+                if refusal is not None and not self._is_asked():
+                    documents.skip(index, refusal)
                 return None
             try:
                 text = documents.template.render(self.messages, add_generation_prompt=True, **self.variables)
@@ -51,11 +55,15 @@ class OpenChat:
             except CheckpointError:  # The template is missing or unusable: the chat is not at fault.
                 raise
             except InputError as error:
-                if any(message["role"] == "user" for message in self.messages):
-                    documents.skip(index, str(error))
+                refusal = str(error)
+                if self._is_asked():
+                    documents.skip(index, refusal)
                     self.rest = []
                     return None
                 self.messages.append({**turn, "weight": 0})  # Some templates need a question: this turn is no answer.
+
+    def _is_asked(self) -> bool:
+        return any(message["role"] == "user" for message in self.messages)
 
 
 def text_prompt(documents: Documents, record: Completion, prompt_tokens: int) -> list[int]:

@@ -3,8 +3,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 from ligermodels.data.documents import Documents
 from ligermodels.data.prompts import OpenChat, opening_prompts
+from ligermodels.errors import InputError
 
 
 def test_a_greeting_that_the_template_does_not_prompt_for(base: Path, tmp_path: Path) -> None:
@@ -18,12 +22,14 @@ def test_a_greeting_that_the_template_does_not_prompt_for(base: Path, tmp_path: 
     turns = [("system", "Be"), ("assistant", "Hello"), ("user", "Why"), ("assistant", "So"), ("user", "And")]
     messages = [{"role": role, "content": content} for role, content in turns]
     file = tmp_path / "data.jsonl"
-    file.write_text(json.dumps({"messages": messages}))
+    file.write_text("\n".join(json.dumps({"messages": turns}) for turns in (messages, messages[:2])))
     documents = Documents.of_checkpoint(base, [file], chat_template=str(tmp_path / "greets.jinja"))
-    (prompt,) = opening_prompts(documents, documents.corpus.split(0, 0)[0], 9, prompt_tokens=4)
+    (prompt,) = opening_prompts(documents, np.array([0]), 9, prompt_tokens=4)
     text = documents.template.render(messages[:3], add_generation_prompt=True)
     assert prompt == documents.tokenizer.encode_with_offsets(text)[0]
     chat = OpenChat([], list(messages), {})
     assert chat.prompt(documents, 0) == prompt
     assert chat.messages == [messages[0], {**messages[1], "weight": 0}, messages[2]]
     assert chat.prompt(documents, 0) is None
+    with pytest.raises(InputError, match=r"data\.jsonl:2: .*no user"):
+        OpenChat([], messages[:2], {}).prompt(documents, 1)
