@@ -29,7 +29,7 @@ class StepCost:
         copied_s: seconds of the copies to and from host memory.
         packed_s: seconds of FSDP2's copies into and out of its buffers.
         update_s: seconds of the optimizer.
-        launch_s: seconds of the CPU to launch all kernels; 0 where `train` launches short steps as one.
+        launch_s: seconds of the CPU to launch all kernels; 0 where `train` records short steps in CUDA graphs.
         exposed: degrees with communication that a GPU waits for.
     """
 
@@ -149,6 +149,8 @@ def step_cost(
     }
     sent_s["shard"] = sum(moved / hardware.bandwidth(unit.ranks, unit.stride) for unit, moved in shards.items())
     sent_s["expert"] = hardware.exchange_s(sent["expert"], ranks.expert, ranks.tensor)
+    is_recorded = width * ranks.expert == 1 and activation_checkpointing != "offload"  # if the step is short
+    launches = ranks.launches(size, fsdp_unit)
     packed = sum(unit.moved(gathers) for unit in shards if unit.ranks * ranks.replicate > 1)
     return StepCost(
         flops,
@@ -159,7 +161,7 @@ def step_cost(
         copied_s=copied / hardware.host_memory_bandwidth,
         packed_s=passes * 2 * packed / hardware.memory_bandwidth,  # read and written
         update_s=UPDATE_PASSES * size.updated / (ranks.divided * ranks.tensor) / hardware.memory_bandwidth,
-        launch_s=passes * ranks.launches(size, fsdp_unit) * hardware.launch_s * (repeated + 2) / 3,  # 2/3: backward
+        launch_s=0 if is_recorded else passes * launches * hardware.launch_s * (repeated + 2) / 3,  # 2/3: backward
         exposed=StepCost.exposed + ("shard", "replicate") * (fsdp_unit == "model"),
     )
 
@@ -224,9 +226,7 @@ class Degrees(NamedTuple):
         return {"tensor": (self.tensor, 1), "context": (self.context, self.tensor), "replicate": replicas}
 
     def launches(self, size: ModelSize, fsdp_unit: FsdpUnit) -> float:
-        """How often a pass takes the time `Hardware.launch_s`; 0 where `train` records short steps in CUDA graphs."""
-        if self.context * self.tensor * self.expert == 1:
-            return 0
+        """How often a pass takes the time `Hardware.launch_s`, unless its step is a CUDA graph."""
         of_fsdp = (self.replicate * self.divided > 1) * FSDP_LAUNCHES[fsdp_unit]
         return size.num_layers * (1 + of_fsdp) + len(size.routed) * (1 + (self.expert > 1) * EXCHANGE_LAUNCHES)
 

@@ -327,7 +327,7 @@ def _parameters(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str
     stored, own = ({name: (t.dtype, tuple(t.shape)) for name, t in of.items()} for of in (parameters, expected))
     if wrong := sorted(name for name in stored.keys() | own.keys() if stored.get(name) != own.get(name)):
         (name, *others) = wrong
-        differs = " and ".join(map(str, (stored.get(name, "missing"), own.get(name, "missing"))))
+        differs = " in it and ".join(map(str, (stored.get(name, "missing"), own.get(name, "missing"))))
         raise CheckpointError(
             f"{path}: is of another model, or of another version of ligermodels: {name} is {differs} in the model"
             f"{f'; {len(others)} more differ, such as {others[0]}' if others else ''}"

@@ -86,7 +86,7 @@ def test_nulls_are_read_as_in_lines_of_json(write: Any) -> None:
         ("messages", "[{'role': 'user', 'content': 'a'}\n {'role': 'assistant'}]"),
         ("completion", "[{'content': 'a', 'role': 'user'} {'content': \"it's\", 'role': 'assistant'}]"),
         ("chosen", "[{'value': 'a', 'from': 'Human'}\n {'value': 'b', 'from': 'gpt'}]"),
-        ("prompt", "[{'weight': 1, 'content': 'a', 'role': 'user'}\n {'weight': 0, 'content': 'b', 'role': 'assistant'}]"),
+        ("prompt", "[{'weight': 1, 'content': 'a', 'role': 'user'}\n {'content': 'b', 'role': 'assistant'}]"),
         ("chosen", "[{'id': 3, 'tool_calls': None, 'role': 'assistant'}\n {'content': 'b', 'role': 'assistant'}]"),
         ("messages", '[{"role": "user", "con'),
     ],

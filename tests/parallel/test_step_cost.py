@@ -151,6 +151,8 @@ def test_what_slows_a_step_by_hand() -> None:
     found = [cost(degrees, launches).seconds for degrees in ({"tensor": 2}, {"shard": 2, "expert": 2})]
     assert found == [400.0, 1040.0]
     assert all(cost(degrees, launches) == cost(degrees, fast) for degrees in ({}, {"shard": 2}, {"replicate": 2}))
+    one, two = (cost(degrees, launches, activation_checkpointing="offload") for degrees in ({}, {"shard": 2}))
+    assert (one.launch_s, two.launch_s) == pytest.approx((400 * 4 / 3, 600 * 4 / 3))  # no CUDA graphs
     both = {"shard": 2, "tensor": 2}
     assert cost(both, launches, passes=3).seconds == 3 * 600
     assert cost(both, launches, fsdp_unit="model").seconds == 550  # 0.75 of FSDP2's work

@@ -61,7 +61,7 @@ def test_a_checkpoint_brings_all_of_the_state_back(kind: str, tmp_path: Path) ->
     assert run["data"] == {"place": 6} and checkpoints.steps() == [6, 10]
     with pytest.raises(CheckpointError, match=r"step-6: is of another model, or of another version"):
         checkpoints.load(6, small(0, width=4), optimizer)
-    message = r"1\.bias is \(torch\.float64, \(2,\)\) and \(torch\.float32, \(2,\)\) in the model; 1 more"
+    message = r"1\.bias is \(torch\.float64, \(2,\)\) in it and \(torch\.float32, \(2,\)\) in the model; 1 more"
     with pytest.raises(CheckpointError, match=message):
         checkpoints.load(6, small(0).float(), optimizer)
     if kind == "adamw":
