@@ -118,20 +118,22 @@ def waits_for(device: torch.device) -> Iterator[list[str]]:
     if device.type != "cuda":
         yield places
         return
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.filterwarnings("always", message=_WAIT)
-        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield places
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-    for each in caught:
-        if str(each.message).startswith(_WAIT):
-            places.append(f"{each.filename}:{each.lineno}")
-        else:
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
+    before, caught = torch.cuda.get_sync_debug_mode(), list[warnings.WarningMessage]()
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.filterwarnings("always", message=_WAIT)
+            warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield places
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+    finally:
+        for each in caught:
+            if str(each.message).startswith(_WAIT):
+                places.append(f"{each.filename}:{each.lineno}")
+            else:
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
 
 
 _WAIT = "called a synchronizing CUDA operation"
