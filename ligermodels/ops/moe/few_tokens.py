@@ -19,12 +19,12 @@ def few_tokens(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up: Weight, down: Weight, num_experts: int,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, *, activation: GLUOptions,
 ) -> Tensor:  # fmt: skip
-    """`mix_experts` of few tokens, without gradients: each weight of an active expert is read once.
+    """`mix_experts` of few tokens, without gradients: weights are read as in `expert_rows`.
 
     Args:
         x: (N, H), tokens that `expert_rows_refuse` does not refuse.
         weights: (N, k), weights of the chosen experts.
-        experts: integers (N, k), the chosen experts.
+        experts: int32 or int64 (N, k), the chosen experts.
         gate_up: the weight (E * 2 * I, H): pairs of gate and up rows of each expert.
         down: the weight (E * H, I).
         num_experts: number E of experts.

@@ -1,4 +1,5 @@
-"""Products of experts for the few tokens of a decoding step: each weight of an active expert is read once.
+"""Products of experts for the few tokens of a decoding step: no weight of an expert without tokens is read, and the
+weights of the others are read once for each tile of 8 or 16 rows, all tiles of an expert by the same program.
 
 Rows stay in the order of the tokens and their choices, and nothing waits for the device. Where there are more rows than
 experts, a kernel lists the rows of each expert; of fewer rows, the first program that meets an expert finds them among
@@ -57,7 +58,7 @@ def expert_rows_refuse(x: Tensor, rows: int, num_experts: int, *weights: Tensor)
 class ExpertRows(NamedTuple):
     """The rows of each expert.
 
-    experts: integers (R,) in [0, E), the expert of each row.
+    experts: int32 or int64 (R,) in [0, E), the expert of each row.
     is_one: whether the rows are those of one token, with other experts each.
     rows: int32 (E, R), the rows of each expert, and then anything; None where programs find them.
     counts: int32 (E,), the number of rows of each expert, or None.
@@ -73,7 +74,7 @@ class ExpertRows(NamedTuple):
         """The rows of each expert, listed where it is worth a kernel.
 
         Args:
-            experts: integers (N, k) in [0, E), the experts of each token, at most MAX_ROWS.
+            experts: int32 or int64 (N, k) in [0, E), the experts of each token; N * k is at most MAX_ROWS.
             num_experts: number E of experts.
         """
         own, is_one = experts.flatten(), len(experts) == 1
