@@ -75,6 +75,19 @@ def test_random_numbers_of_all_gpus_are_as_before(
     assert states == {0: 10, 1: 11} and torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("seed", [None, 3])
+def test_gpus_that_are_used_later_have_the_programs_seed(seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = [0]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(7)
+        with devices.own_random_numbers("cpu", seed):
+            torch.manual_seed(5)
+            torch.rand(3)
+        assert seeds[-1] == torch.initial_seed() == 7
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_random_numbers_of_two_gpus_are_as_before() -> None:

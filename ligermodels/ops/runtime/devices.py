@@ -69,10 +69,14 @@ def own_random_numbers(device: torch.device | str, seed: int | None = None) -> I
     """
     # Of all GPUs, because `torch.manual_seed` seeds all.
     has_gpus = torch.device(device).type == "cuda" or torch.cuda.is_initialized()
-    with torch.random.fork_rng(range(torch.cuda.device_count()) if has_gpus else [], device_type="cuda"):
-        if seed is not None:
-            torch.manual_seed(seed)
-        yield
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count()) if has_gpus else [], device_type="cuda"):
+            if seed is not None:
+                torch.manual_seed(seed)
+            yield
+    finally:
+        if not has_gpus:  # `torch.manual_seed` also seeds the GPUs that the program uses later
+            torch.cuda.manual_seed_all(torch.initial_seed())
 
 
 @torch.compiler.assume_constant_result
