@@ -122,7 +122,7 @@ class Fields:
         """
         value = self._get(name, default)
         if not is_int(value) or value < (not zero):
-            raise self._fail(name, f"a whole number{'' if zero else ' above 0'}")
+            raise self._fail(name, f"a whole number {'from 0 on' if zero else 'above 0'}")
         if value > (most := MOST.get(name, 2**31 - 1)):
             raise ConfigError(f"{self.where}: {name} must be at most {most}, got {short(value)}")
         return value

@@ -73,6 +73,7 @@ def test_as_in_transformers(name: str, without: list[str], fields: dict[str, Any
         ("falcon_h1", {"lm_head_multiplier": -0.7}, "field 'lm_head_multiplier' must be above 0"),
         ("muse_glimmer_text", {"output_multiplier": 0}, "field 'output_multiplier' must be above 0"),
         ("hy_v3", {"first_k_dense_replace": 2}, "first_k_dense_replace = 2 contradicts mlp_layer_types"),
+        ("hy_v3", {"first_k_dense_replace": -1}, "'first_k_dense_replace' must be a whole number from 0 on, got -1"),
         (
             "hy_v3",
             {"mlp_layer_types": ["sparse", "dense"], "num_hidden_layers": 2},
