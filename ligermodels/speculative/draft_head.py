@@ -49,7 +49,7 @@ class DraftHeadModel(MultiHeadModel):
     """
 
     reads_every_token = True
-    loss_options = ("token_weights", "reduction", "memory_budget")
+    loss_options: ClassVar[tuple[str, ...]] = ("token_weights", "reduction", "memory_budget")
     formats: ClassVar[ModuleType]
     """The file formats of such heads: `eagle3_formats` or `block_formats`."""
     head_type: ClassVar[str]
