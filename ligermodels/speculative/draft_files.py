@@ -28,15 +28,17 @@ if TYPE_CHECKING:
 
 TORCH_FILE = "pytorch_model.bin"
 SERVING, NESTED_LAYERS = "speculators_config", "transformer_layer_config"
+AUX_STATES = "use_aux_hidden_state"
+"""Field of SpecForge and vLLM: whether the head reads states of several layers, as heads here do."""
 LM_HEAD, EMBEDDING, D2T, T2D = "lm_head.weight", "embed_tokens.weight", "d2t", "t2d"
 LAYER_FIELDS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "initializer_range",
     "rope_theta", "rope_scaling", "rope_parameters", "attention_bias", "mlp_bias", "sliding_window",
     "use_sliding_window", "tie_word_embeddings", "partial_rotary_factor", "rotary_dim", "rope_interleave",
-    "rope_interleaved", "position_embedding_type", "logit_scale",
+    "rope_interleaved", "is_neox_style", "rope_is_neox_style", "position_embedding_type", "logit_scale",
 )  # fmt: skip
-"""Fields of a flat config.json that describe the layers of a head. Values of the last six that change the computation
+"""Fields of a flat config.json that describe the layers of a head. Values of the last eight that change the computation
 are an error: a layer of Llama's or Qwen3's kind rotates whole heads, and pairs a channel with the one half a head away;
 and a head does not scale its logits, which vLLM does."""
 GEMMA4_FIELDS = (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ligermodels.arguments import check_number
 from ligermodels.errors import InputError
-from ligermodels.generation.options import check_tree_options, renamed_options
+from ligermodels.generation.options import check_tree_options, renamed_options, without_none
 from ligermodels.generation.sampling import check_values
 from ligermodels.layers import Targets
 from ligermodels.layers.lm_head import check_loss_options, given_options
@@ -367,10 +367,12 @@ class MultiHeadModel(RefusesForeignNames, RefusesDropout):
         tree = self.default_tree() if tree is None else tree
         if not isinstance(tree, Tree | DynamicTree):
             raise InputError(f"tree: must be a Tree or a DynamicTree, got {type(tree).__name__}")
-        options = check_tree_options(renamed_options(options), speculative_generate)
+        options = renamed_options(options)
+        given = without_none({**options, "max_new_tokens": max_new_tokens})
+        options = check_tree_options(options, speculative_generate)
         check_values(**{name: options.get(name) for name in ("do_sample", "repetition_penalty")})
         do_sample = bool(options.get("do_sample"))
-        generation_defaults = self.base.generation_defaults(do_sample)
+        generation_defaults = self.base.generation_defaults(do_sample, given=given)
         names = ("eos_token_id", "pad_token_id", "max_length", *(SHAPING if do_sample else ()))
         defaults = {name: generation_defaults[name] for name in names if name in generation_defaults}
         if max_new_tokens is None and options.get("max_length") is None:

@@ -558,6 +558,10 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         other = lm.Eagle3Model.from_base(base, layer=layer_kind, **{flag: True})
         with pytest.raises(InputError, match="SGLang does not implement"):
             other.export(tmp_path / "c", "specforge")
+    for bias in ("attention_bias", "mlp_bias"):  # SGLang leaves their tensors out
+        other = lm.Eagle3Model.from_base(base, layer={**model.config.layer, bias: True})
+        with pytest.raises(InputError, match=f"SGLang does not implement {bias}"):
+            other.export(tmp_path / "c", "specforge")
     assert not (tmp_path / "c").exists()
 
 
