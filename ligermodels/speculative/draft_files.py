@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ligermodels.speculative.draft_head import DraftHeadModel
 
 TORCH_FILE = "pytorch_model.bin"
+MASK_EMBEDDING = "mask_embedding.pt"
+"""File of vLLM with an embedding of the mask token, in place of the one in the table."""
 SERVING, NESTED_LAYERS = "speculators_config", "transformer_layer_config"
 AUX_STATES = "use_aux_hidden_state"
 """Field of SpecForge and vLLM: whether the head reads states of several layers, as heads here do."""
@@ -210,8 +212,11 @@ def open_head(folder: Path, opened: ExitStack, names: Callable[[str], str]) -> t
 
     Raises:
         CheckpointError: a file is missing or damaged, or two tensors have the same name in speculators' form.
+        ConfigError: the mask token has an embedding in a file of its own.
     """
     config = read_json(folder / CONFIG)
+    if (folder / MASK_EMBEDDING).is_file():
+        raise ConfigError(f"{folder}: {MASK_EMBEDDING}: a mask token with an embedding of its own is not implemented")
     if (folder / TORCH_FILE).is_file() and not list(folder.glob("*.safetensors")):
         files: Any = TorchFile(folder / TORCH_FILE)
     else:

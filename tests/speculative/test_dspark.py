@@ -722,6 +722,9 @@ def test_other_forms_of_published_heads(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "whole" / "model.safetensors")["lm_head.weight"], own["lm_head.weight"])
     again.embed = again.lm_head = None
     torch.testing.assert_close(again(ids_of(9)).logits, model(ids_of(9)).logits)
+    torch.save(torch.randn(24), tmp_path / "mask_embedding.pt")
+    with pytest.raises(ConfigError, match=r"mask_embedding\.pt: a mask token with an embedding of its own"):
+        lm.DFlashModel.from_pretrained(base, tmp_path)
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:

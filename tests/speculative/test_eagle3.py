@@ -497,6 +497,10 @@ def test_other_forms_of_published_heads(tmp_path: Path) -> None:
     assert again.config.boundaries == (1, 2, 3) and again.lm_head is None and torch.equal(again.embed.weight, own)
     assert not any(parameter is again.embed.weight for parameter in again.head_parameters())
     assert not torch.equal(again(ids_of(9)).logits, model(ids_of(9)).logits)
+    with pytest.raises(InputError, match="'specforge': holds no embedding of the head's own"):
+        again.export(tmp_path / "lost", "specforge")
+    again.export(tmp_path / "kept", base_model="x")
+    assert torch.equal(lm.Eagle3Model.from_pretrained(base, tmp_path / "kept").embed.weight, own)
     again.embed = None
     torch.testing.assert_close(again(ids_of(9)).logits, model(ids_of(9)).logits)
 
