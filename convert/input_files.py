@@ -65,8 +65,8 @@ def as_path(name: object, error_class: ErrorClass, argument: str) -> Path:
 
 
 def folder_to_write(name: object) -> Path:
-    """The path of a folder to write, with `~` expanded; CheckpointError if no folder can have this name, or if it, or a
-    folder above it, may not be entered."""
+    """The path of a folder to write, with `~` expanded; CheckpointError if it is a file, if no folder can have this
+    name, or if it, or a folder above it, may not be entered."""
     path = as_path(name, CheckpointError, "the folder to write")
     try:
         os.lstat(path / "config.json")
@@ -76,6 +76,8 @@ def folder_to_write(name: object) -> Path:
         raise CheckpointError(
             f"{shown(path)}: cannot be written: {error.strerror or error}; give another folder"
         ) from None
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{shown(path)}: is a file; give a folder")
     return path
 
 

@@ -133,8 +133,9 @@ def is_empty(folder: Path) -> bool:
 
 def require_free(folder: Path) -> None:
     """Raise CheckpointError if `folder` is a file, holds files, or cannot be written."""
+    path = folder_to_write(folder)
     try:
-        free = not folder_to_write(folder).exists() or (folder.is_dir() and is_empty(folder))
+        free = not path.exists() or is_empty(path)
     except OSError as error:
         raise CheckpointError(f"{shown(folder)}: cannot be read: {error.strerror or error}") from None
     if not free:

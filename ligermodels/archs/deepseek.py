@@ -102,6 +102,7 @@ def deepseek_v2(config: Config) -> DecoderConfig:
         normalize=False,
         scale=fields.number("routed_scaling_factor"),
         float32_logits=True,
+        float32_weight=True,
     )
     dense = fields.size("first_k_dense_replace", zero=True)
     return latent_decoder(

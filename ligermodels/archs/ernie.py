@@ -73,6 +73,7 @@ def ernie4_5_moe(config: Config) -> DecoderConfig:
         selection_bias=True,
         min_sum=fields.number("moe_norm_min", negative=False),
         float32_logits=True,
+        float32_weight=True,
     )
     size, shared = fields.size("moe_intermediate_size"), fields.size("moe_num_shared_experts", zero=True)
     first, interval = fields.size("moe_layer_start_index", zero=True), fields.size("moe_layer_interval")

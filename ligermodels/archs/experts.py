@@ -149,7 +149,8 @@ def grouped_router(
     Args:
         fields: the config. Null as `norm_topk_prob` means false.
         experts: name of the field with the number of experts.
-        scores: "sigmoid"; or "softmax", without a selection bias and with logits in the model's dtype (Mistral 4).
+        scores: "sigmoid"; or "softmax", without a selection bias and with weights and logits in the model's dtype
+            (Mistral 4).
 
     Raises:
         ConfigError: a field is missing, bad or not implemented; the message names it.
@@ -171,4 +172,5 @@ def grouped_router(
         eps=1e-20,
         scale=fields.number("routed_scaling_factor"),
         float32_logits=scores == "sigmoid",
+        float32_weight=scores == "sigmoid",
     )

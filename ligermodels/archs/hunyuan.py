@@ -65,6 +65,7 @@ def hy_v3(config: Config) -> DecoderConfig:
         eps=1e-20,
         scale=fields.number("router_scaling_factor"),
         float32_logits=True,
+        float32_weight=True,
     )
     return decoder(
         fields,
@@ -135,7 +136,7 @@ def hunyuan_v1_moe(config: Config) -> DecoderConfig:
         if fields.same(name, only) != only:
             raise ConfigError(f"{fields.where}: {name} must be {only}; transformers does not read it")
     chosen = fields.replaced(**{per_token: fields.same(per_token, 1)})
-    router = RouterConfig(*chosen.experts(experts, per_token), float32_logits=True)
+    router = RouterConfig(*chosen.experts(experts, per_token), float32_logits=True, float32_weight=True)
     return decoder(
         fields,
         attention=lambda layer, common: attention,

@@ -18,7 +18,8 @@ OF_TURNS = (
 )
 """Columns that may hold turns."""
 
-_BEGINS_AS_TURNS = re.compile(r"""\s*\[\s*\{\s*(["'])(role|from)\1\s*:\s*(["'])(\w+)\3""")
+_FIRST_KEY = re.compile(r"""\s*\[\s*\{\s*(["'])(?:role|from|content|value)\1\s*:""")
+_SPEAKER = re.compile(r"""(["'])(?:role|from)\1\s*:\s*(["'])(\w+)\2""")
 
 
 def value_of(column: str, cell: str) -> Any:
@@ -37,10 +38,10 @@ def value_of(column: str, cell: str) -> Any:
             found = parse(cell)
             break
     else:
-        begin = _BEGINS_AS_TURNS.match(cell)
-        if begin and begin[4].lower() in ROLES:
+        if _FIRST_KEY.match(cell) and any(found[3].lower() in ROLES for found in _SPEAKER.finditer(cell)):
             raise ValueError(
-                f'"{column}" begins as a list of turns, and is neither JSON nor a list as Python writes it'
+                f'"{column}" begins as a list of turns, and is neither JSON nor a list as Python writes it. The to_csv '
+                "of pandas and of the package datasets writes arrays without commas: use to_json or to_parquet"
             )
         return cell
     if not _are_turns(found, column):

@@ -30,7 +30,7 @@ Message: TypeAlias = Mapping[str, Any]
 
 OF_TRANSFORMERS = frozenset({
     "chat_template", "continue_final_message", "conversation", "max_length", "padding", "return_assistant_tokens_mask",
-    "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "truncation",
+    "return_dict", "return_tensors", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "truncation",
 })  # fmt: skip
 """Arguments of transformers' `apply_chat_template` that are not variables of templates."""
 

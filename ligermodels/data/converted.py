@@ -19,7 +19,7 @@ from ligermodels.convert.input_files import open_file
 from ligermodels.convert.locks import locked
 from ligermodels.errors import InputError, LigerModelsError
 
-VERSION = 5
+VERSION = 6
 """Part of the names of conversions: another version converts otherwise."""
 
 

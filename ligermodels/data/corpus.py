@@ -25,6 +25,8 @@ from ligermodels.data.lines import LINE_BYTES
 from ligermodels.data.orders import Indices, permutation
 from ligermodels.errors import InputError
 
+NO_DOCUMENT = "there is no document in the data: give files with text"
+
 PIECE = 1 << 15
 """Bytes per piece of a text file: long texts are read in pieces, cut at line ends if possible."""
 
@@ -269,9 +271,11 @@ def held_out(count: int, fraction: float, seed: int) -> Indices:
     Raises:
         InputError: there are fewer than two documents.
     """
+    if not count:
+        raise InputError(NO_DOCUMENT)
     if count < 2:
         raise InputError(
-            f"the data has {count} document(s), too few to split off some for validation: give more, or "
+            f"the data has {count} document, too few to split off some for validation: give more, or "
             "--validation-fraction 0"
         )
     size = min(max(1, round(fraction * count)), count - 1)

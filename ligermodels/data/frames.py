@@ -80,15 +80,30 @@ class Frames:
         self.versions.render_ahead([v._replace(prompt=prompt) for v in (before, after) for prompt in (False, True)])
         head = self._head(before)
         found = self._start(head, low, start)
-        return Frame(
-            None if found is None else start - found[0],
-            "" if found is None else found[1],
-            self._end(after, head.header, end, high) - end,
-        )
+        if found is None:
+            return Frame(None, "", self._end(after, head.header, end, high) - end)
+        beginning, header = found
+        # With a prompt after it, the turn before may end otherwise than as the last one: its end is no header.
+        of_turn_before = max(0, low - (beginning - len(header)))
+        after_part = self._end(after, head.header[of_turn_before:], end, high) - end
+        return Frame(start - beginning, header[of_turn_before:], after_part)
+
+    def _texts(self, version: Version) -> tuple[Version, str | None, str | None]:
+        """A version, its text, and its text with a generation prompt, None where the template refuses it.
+
+        A template may refuse chats without a turn of the user, as chats that the assistant begins are at first: then it
+        is the version with such a turn.
+        """
+        found: list[tuple[Version, str | None, str | None]] = []
+        for each in (version, version._replace(asked=True)):
+            found.append((each, self.versions.try_text(each), self.versions.try_text(each._replace(prompt=True))))
+            if None not in found[-1]:
+                return found[-1]
+        return found[0]
 
     def _head(self, before: Version) -> Head:
         """The text before a turn that follows the version `before`; empty if the template refuses to render it."""
-        text, prompted = self.versions.try_text(before), self.versions.try_text(before._replace(prompt=True))
+        before, text, prompted = self._texts(before)
         if text is None or prompted is None:
             return Head("", "")
         if text != prompted:
@@ -167,9 +182,9 @@ class Frames:
             low: the end of the last part of the turn.
             high: the start of the next part in the text.
         """
-        prompted = self.versions.try_text(after._replace(prompt=True)) if header else None
-        cut = prompted.removesuffix(header) if prompted is not None else None
-        for text in (cut if cut != prompted else None, self.versions.try_text(after)):
+        _, last, prompted = self._texts(after)
+        cut = prompted.removesuffix(header) if header and prompted is not None else None
+        for text in (cut if cut != prompted else None, last):
             sizes = range(1, min(high - low, len(text or ""), TAIL) + 1)
             found = [size for size in sizes if text and text.endswith(self.text[low : low + size])]
             if text and found:

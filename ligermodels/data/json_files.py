@@ -218,7 +218,8 @@ def arrow_lines(rows: Iterable[dict[str, Any]], schema: Any, name: str) -> Itera
 
     Objects lose their null values: Arrow gives all objects of a column the same keys, so that an argument of one tool
     call is null in all other calls, and the template would write it. JSON texts (the extension type arrow.json, as
-    `datasets` stores turns that do not all have the same keys) are decoded, and keep theirs.
+    `datasets` stores turns that do not all have the same keys) are decoded, and keep theirs. Turns in strings are read
+    as in a table of text, which the Arrow table may come from.
 
     Args:
         rows: the rows, with JSON texts as strings.
@@ -226,15 +227,18 @@ def arrow_lines(rows: Iterable[dict[str, Any]], schema: Any, name: str) -> Itera
         name: the table, for messages.
 
     Raises:
-        InputError: a value of type arrow.json is no JSON, or has a field twice.
+        InputError: a value of type arrow.json is no JSON, or has a field twice; or turns in a string cannot be read.
     """
     decoders = {field.name: decoder for field in schema if (decoder := _json_decoder(field.type)) is not None}
     for number, row in enumerate(map(_without_nulls, rows), start=1):
-        for column in decoders.keys() & row.keys():
+        for column, value in row.items():
+            is_json = column in decoders
             try:
-                row[column] = decoders[column](row[column])
+                if is_json or isinstance(value, str):
+                    row[column] = decoders[column](value) if is_json else value_of(column, value)
             except ValueError as error:
-                raise InputError(f"{name}: row {number}: {column!r} has invalid JSON: {error}") from None
+                problem = f"{column!r} has invalid JSON: {error}" if is_json else str(error)
+                raise InputError(f"{name}: row {number}: {problem}") from None
         yield as_line(row)
 
 

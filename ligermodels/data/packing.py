@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ligermodels.data.batches import Batch
+from ligermodels.data.corpus import NO_DOCUMENT
 from ligermodels.data.documents import AT_ONCE, EMPTY, Documents, TokenDocuments
 from ligermodels.data.orders import DocumentOrder, Indices, Place, Shuffled
 from ligermodels.data.rows import Piece, Pool
@@ -80,7 +81,7 @@ class PackedBatches:
         else:
             self._order = indices
         if self._order.num_documents == 0:
-            raise InputError("there is no document in the data: give files with text")
+            raise InputError(NO_DOCUMENT)
         self._seq_len, self._batch_size, self._excess = seq_len, batch_size, excess_length_strategy
         self.documents_read = 0
         """Number of documents that have been read, over all epochs, since the start or the last `load_state_dict`."""

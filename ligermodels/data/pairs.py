@@ -88,6 +88,8 @@ def read_labelled(fields: Mapping[str, Any]) -> tuple[list[Labelled], list[str]]
     if desirable is None:
         problem = f'"{name}" must be true or false' if name else f'has no "{LABELS[0]}", true or false'
         raise ValueError(f"{problem}: the objective is for completions with a label, or pairs")
+    if any(label_of(given[other]) != desirable for other in LABELS if other in given):
+        raise ValueError(f'"{LABELS[0]}" and "{LABELS[1]}" differ: remove one of them')
     question = next((form for form in ALL_QUESTIONS if given.keys() >= {*form.required}), None)
     known = _LABELLED
     if (turns := _first(given, TURNS)) is not None:

@@ -29,6 +29,8 @@ class OpenChat:
     def prompt(self, documents: Documents, index: int) -> list[int] | None:
         """Move on to the assistant's next turn; the tokens before it, or None if there is no further turn.
 
+        A turn before the user's first one is kept as it is, with `weight` 0, if the template refuses to prompt for it.
+
         Args:
             documents: documents with the tokenizer and the chat template.
             index: index of the document; it is reported as unusable if the template refuses the messages.
@@ -37,20 +39,23 @@ class OpenChat:
             InputError: more unusable lines than allowed.
             CheckpointError: there is no usable chat template.
         """
-        while self.rest and (self.rest[0]["role"] != "assistant" or self.rest[0].get("weight") == 0):
-            self.messages.append(self.rest.pop(0))
-        if not self.rest or self.rest.pop(0).get("tool_calls"):  # The tool's answer belongs to the original call.
-            self.rest = []
-            return None
-        try:
-            text = documents.template.render(self.messages, add_generation_prompt=True, **self.variables)
-        except CheckpointError:  # The template is missing or unusable: the chat is not at fault.
-            raise
-        except InputError as error:
-            documents.skip(index, str(error))
-            self.rest = []
-            return None
-        return documents.tokenizer.encode_with_offsets(text)[0]
+        while True:
+            while self.rest and (self.rest[0]["role"] != "assistant" or self.rest[0].get("weight") == 0):
+                self.messages.append(self.rest.pop(0))
+            if not self.rest or (turn := self.rest.pop(0)).get("tool_calls"):
+                self.rest = []  # The tool's answer belongs to the original call.
+                return None
+            try:
+                text = documents.template.render(self.messages, add_generation_prompt=True, **self.variables)
+                return documents.tokenizer.encode_with_offsets(text)[0]
+            except CheckpointError:  # The template is missing or unusable: the chat is not at fault.
+                raise
+            except InputError as error:
+                if any(message["role"] == "user" for message in self.messages):
+                    documents.skip(index, str(error))
+                    self.rest = []
+                    return None
+                self.messages.append({**turn, "weight": 0})  # Some templates need a question: this turn is no answer.
 
 
 def text_prompt(documents: Documents, record: Completion, prompt_tokens: int) -> list[int]:

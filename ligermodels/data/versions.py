@@ -30,6 +30,7 @@ class Version(NamedTuple):
     dropped: index of a message, and the parts of it that are left out.
     answered: append a turn of the assistant with PROBE as its content.
     outlined: the texts of all messages are markers: see `parts.outlined`.
+    asked: a turn of the user comes before the first message that is no system turn.
     """
 
     length: int | None = None
@@ -38,6 +39,7 @@ class Version(NamedTuple):
     dropped: tuple[int, frozenset[str]] | None = None
     answered: bool = False
     outlined: bool = False
+    asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,9 @@ class Versions:
             messages[i] = without(messages[i], parts)
         if version.answered:
             messages.append({"role": "assistant", "content": PROBE})
+        if version.asked:
+            first = next((i for i, message in enumerate(messages) if message.get("role") != "system"), len(messages))
+            messages.insert(first, {"role": "user", "content": "?"})
         return messages, version.prompt
 
     def marked_text(self, version: Version) -> str:

@@ -4,7 +4,8 @@ step is launched before the CPU knows whether it is needed."""
 import contextlib
 import functools
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -107,6 +108,34 @@ _RECORDING = threading.Lock()
 def _recording_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream of all recordings: cuBLAS keeps a workspace for every stream that it was used on."""
     return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def waits_for(device: torch.device) -> Iterator[list[str]]:
+    """Context manager that lists the places in Python ("file:line") where the host waits for a CUDA device. In the
+    backward pass the place is its call."""
+    places: list[str] = []
+    if device.type != "cuda":
+        yield places
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", message=_WAIT)
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    for each in caught:
+        if str(each.message).startswith(_WAIT):
+            places.append(f"{each.filename}:{each.lineno}")
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
+
+
+_WAIT = "called a synchronizing CUDA operation"
+"""What torch warns of in this debug mode."""
 
 
 def make_room(device: torch.device) -> None:

@@ -31,7 +31,7 @@ from ligermodels.layers.expert_parts import ComposedExperts
 from ligermodels.layers.layer import Layer
 from ligermodels.layers.linear import Linear
 from ligermodels.layers.mlp import MLPConfig
-from ligermodels.layers.router import Router, RouterConfig
+from ligermodels.layers.router import RouterConfig
 from ligermodels.layers.sharding import (
     TensorSharding,
     is_tensor_parallel,
@@ -257,7 +257,7 @@ class MoE(ComposedExperts, Layer):
         num_experts, size = config.router.num_experts, config.latent_size or hidden_size
         self.sizes = (num_experts, config.rows, size), (num_experts, size, config.size)
         """Shapes of `gate_up` and `down`, also if `compute` keeps the weights."""
-        self.router = Router(hidden_size, config.router)
+        self.router = config.router.build(hidden_size)
         self.gate_up, self.down = (nn.Parameter(torch.empty(shape)) for shape in self.sizes)
         self.gate_up_bias = nn.Parameter(torch.empty(num_experts, config.rows)) if config.bias else None
         self.down_bias = nn.Parameter(torch.empty(num_experts, size)) if config.bias else None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ligermodels import ops
 from ligermodels.errors import ConfigError
 from ligermodels.layers.config_checks import check_choice, check_numbers, check_sizes
-from ligermodels.layers.keeps_dtype import at_least_float32, keeping
+from ligermodels.layers.keeps_dtype import FullPrecision, at_least_float32, keeping
 from ligermodels.layers.norm import NormConfig
 from ligermodels.layers.sharding import TensorSharding, local
 from ligermodels.ops import RouterOptions
@@ -41,6 +41,8 @@ class RouterConfig:
         min_sum: the sum of `normalize` counts as at least this number (ERNIE 4.5).
         scale: factor of the weights, after normalisation.
         float32_logits: whether logits are computed in float32 in models of any dtype, also under autocast.
+        float32_weight: whether the parameters stay at least float32 when the model is loaded in, or cast to, a narrower
+            dtype, as in transformers' DeepSeek-V3. Needs `float32_logits`.
         bias: whether logits have a bias. Normalised softmax scores equal the softmax over the logits of the chosen
             experts (gpt-oss).
         norm: norm of the tokens before the logits, or None.
@@ -63,6 +65,7 @@ class RouterConfig:
     min_sum: float = 0.0
     scale: float = 1.0
     float32_logits: bool = False
+    float32_weight: bool = False
     bias: bool = False
     norm: NormConfig | None = None
     input_scale: float = 1.0
@@ -72,6 +75,8 @@ class RouterConfig:
         check_sizes(self, "num_experts", "top_k", "num_groups", "top_k_groups", "scores_per_group")
         check_choice(self, "scores", ("softmax", "sigmoid"))
         check_numbers(self, "eps", "min_sum")
+        if self.float32_weight and not self.float32_logits:
+            raise ConfigError("float32_weight: needs logits in float32; set float32_logits")
         if self.num_experts % self.num_groups:
             raise ConfigError(f"num_groups: {self.num_groups} does not divide num_experts {self.num_experts}")
         if not 1 <= self.top_k_groups <= self.num_groups:
@@ -87,6 +92,10 @@ class RouterConfig:
                 f"top_k: must lie in [1, {self.top_k_groups * size}], the number of experts that a token can be sent "
                 f"to; got {self.top_k}"
             )
+
+    def build(self, hidden_size: int) -> Router:
+        """The router for tokens with `hidden_size` channels."""
+        return (FullPrecisionRouter if self.float32_weight else Router)(hidden_size, self)
 
     @property
     def options(self) -> RouterOptions:
@@ -181,3 +190,8 @@ class Router(nn.Module):
             logits = ops.dense_linear(tokens, weight, bias)
         weights, experts = ops.route_tokens(logits, self.selection_bias, given_experts, options=config.options)
         return Routing(logits, weights if expert_scales is None else weights * expert_scales[experts], experts)
+
+
+class FullPrecisionRouter(FullPrecision, Router):
+    """A `Router` whose parameters stay float32 in a model of a narrower dtype: `RouterConfig.float32_weight`. Rounded
+    weights choose other experts where scores are close."""

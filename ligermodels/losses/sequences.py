@@ -157,4 +157,5 @@ def per_item(total: Tensor, num_items_in_batch: Tensor | float, name: str = "num
         raise InputError(f"{message}; got {num_items_in_batch}")
     if num_items_in_batch == 0:
         assert_async(total == 0, f"{message}; got 0")
-    return total / (num_items_in_batch or 1)
+    # A tensor: divided by a number, CUDA multiplies by its reciprocal, which rounds otherwise than a tensor's quotient.
+    return total / total.new_full((), num_items_in_batch or 1)

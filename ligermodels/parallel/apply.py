@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ligermodels.errors import ConfigError, InputError, warn_caller
@@ -108,8 +110,8 @@ def _distribute(
     if plan.context > 1:
         for decoder in decoders:
             decoder._context_mesh = meshes.ranks["context"]
-    _set_modes(decoders, plan)
     fsdp(model, _sharding(meshes.parameters), plan, None if meshes.experts is None else _sharding(meshes.experts))
+    _set_modes(decoders, plan)
     _same_replicas(model, meshes.parameters)
 
 
@@ -180,11 +182,12 @@ def _check(model: nn.Module, decoders: list[Decoder], plan: ParallelPlan, before
 
 
 def _check_compile(decoders: list[Decoder], plan: ParallelPlan) -> None:
-    """ConfigError if blocks cannot be compiled."""
-    if any(modules_of(decoder.blocks, KeepsDtype) for decoder in decoders):
+    """ConfigError if no layer can be compiled."""
+    layers = chain.from_iterable(_layers(block) for decoder in decoders for block in decoder.blocks)
+    if all(modules_of(layer, KeepsDtype) for layer in layers):
         raise ConfigError(
-            "compile: blocks of this model contain modules that keep their dtypes (float32 or quantised weights) and "
-            "are gathered within the block; torch.compile does not support that; leave it 'none'"
+            "compile: all layers of this model contain modules that keep their dtypes (quantised or float32 weights) "
+            "and are gathered within the layer; torch.compile does not support that; leave it 'none'"
         )
     modes = {plan.activation_checkpointing or decoder.activation_checkpointing for decoder in decoders}
     if plan.expert > 1 and "selective" in modes:
@@ -229,11 +232,17 @@ def _set_modes(decoders: list[Decoder], plan: ParallelPlan) -> None:
 
 
 def _compile(block: nn.Module) -> None:
-    """Compile a block; where its experts are spread over ranks, its other layers: FSDP2 gathers the mixture's groups
-    within the block, and its exchanges wait for the device."""
+    """Compile a block; where FSDP2 gathers modules within it, or experts are spread over ranks and their exchanges wait
+    for the device, the layers without them: torch.compile supports neither."""
     spread = [module for _, module in mixtures(block) if module._expert_mesh is not None]
-    if not spread:
+    gathered = [module for module in block.modules() if module is not block and isinstance(module, FSDPModule)]
+    if not spread and not gathered:
         return block.compile()
-    for layer in (block.mixer, block.mlp, block.after):
-        if isinstance(layer, nn.Module) and not any(module in spread for module in layer.modules()):
+    for layer in _layers(block):
+        if not {*spread, *gathered} & {*layer.modules()}:
             layer.compile()
+
+
+def _layers(block: nn.Module) -> list[nn.Module]:
+    """The layers of a block that are compiled one by one."""
+    return [layer for layer in (block.mixer, block.mlp, block.after) if isinstance(layer, nn.Module)]

@@ -29,7 +29,7 @@ class StepCost:
         copied_s: seconds of the copies to and from host memory.
         packed_s: seconds of FSDP2's copies into and out of its buffers.
         update_s: seconds of the optimizer.
-        launch_s: seconds of the CPU to launch all kernels; 0 on one GPU, where `train` launches short steps as one.
+        launch_s: seconds of the CPU to launch all kernels; 0 where `train` launches short steps as one.
         exposed: degrees with communication that a GPU waits for.
     """
 
@@ -224,8 +224,8 @@ class Degrees(NamedTuple):
         return {"tensor": (self.tensor, 1), "context": (self.context, self.tensor), "replicate": replicas}
 
     def launches(self, size: ModelSize, fsdp_unit: FsdpUnit) -> float:
-        """How often a pass takes the time `Hardware.launch_s`; 0 on one GPU, where `train` records short steps."""
-        if self.replicate * self.divided * self.tensor == 1:
+        """How often a pass takes the time `Hardware.launch_s`; 0 where `train` records short steps in CUDA graphs."""
+        if self.context * self.tensor * self.expert == 1:
             return 0
         of_fsdp = (self.replicate * self.divided > 1) * FSDP_LAUNCHES[fsdp_unit]
         return size.num_layers * (1 + of_fsdp) + len(size.routed) * (1 + (self.expert > 1) * EXCHANGE_LAUNCHES)

@@ -27,13 +27,13 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
     """Shard a model with FSDP2, in place.
 
     FSDP2 gathers one group of parameters at a time: a block, an untied embedding, an untied head, the other parameters;
-    or, if the plan's `fsdp_unit` is "model", all of them (see `check_one_unit`).
+    or, if the plan's `fsdp_unit` is "model", all of them at once (see `check_one_unit`).
 
-    Modules that keep their dtypes (`KeepsDtype`), such as quantised weights, are a group before their block, and
-    compute in these dtypes whatever the plan. LoRA on them is in the block's group, in the plan's `param_dtype`.
-    Experts that are distributed over ranks are a group of their own, and so are the router and the other submodules of
-    their mixture. Modules that are already sharded are not changed. After a forward pass without gradients, or with an
-    error, all parameters are sharded again.
+    Modules that keep their dtypes (`KeepsDtype`), such as quantised weights, are a group within their block for either
+    unit, and compute in these dtypes whatever the plan. LoRA on them is in the block's group, in the plan's
+    `param_dtype`. Experts that are distributed over ranks are a group of their own, and so are the router and the other
+    submodules of their mixture. Modules that are already sharded are not changed. After a forward pass without
+    gradients, or with an error, all parameters are sharded again.
 
     Parameters that tensor or expert parallelism divides over all ranks remain as they are, unless the plan computes in
     another dtype: FSDP2 over one rank would copy all of them in each pass.
@@ -59,6 +59,10 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, experts: Device
         for decoder in decoders:
             _shard_blocks(decoder, sharder, plan.reshard_after_forward)
         _shard_ends(model, models, decoders, sharder)
+    else:
+        for block in chain.from_iterable(decoder.blocks for decoder in decoders):
+            # Gathered until their backward pass, as the rest: selective checkpointing fails on collectives in its own.
+            sharder.shard_kept(block, reshard_after_forward=False)
     for root in roots:
         if not isinstance(root, FSDPModule):
             sharder.shard(root)
@@ -75,13 +79,8 @@ def check_one_unit(model: nn.Module, degrees: Mapping[str, int], param_dtype: st
         degrees: "replicate", "shard", "context" and "expert" of the plan.
         param_dtype: as in `ParallelPlan`.
     """
-    kept = [name for name, module in model.named_modules() if isinstance(module, KeepsDtype)]
-    if kept:
-        raise ConfigError(
-            f"fsdp_unit: 'model' is for models of one dtype; {kept[0]} (of {len(kept)} modules) keeps its dtype, as "
-            "float32 or quantised weights do, and FSDP2 gathers it within its block; leave it 'block'"
-        )
-    trained = {parameter.dtype: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    kept = {parameter for module in modules_of(model, KeepsDtype) for parameter in module.parameters()}
+    trained = {p.dtype: name for name, p in model.named_parameters() if p.requires_grad and p not in kept}
     if len(trained) > 1:
         several = " and ".join(f"{name} {dtype}" for dtype, name in trained.items())
         raise ConfigError(
@@ -126,14 +125,20 @@ class _Sharder(NamedTuple):
         uncast = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         return cls(mesh, None if experts is None or _only_copies(experts, plan) else experts, policy, uncast)
 
+    def shard_kept(self, module: nn.Module, reshard_after_forward: bool | None = None) -> list[nn.Module]:
+        """Shard the `KeepsDtype` modules within a module that are not sharded yet, as one group, and return them."""
+        unsharded = (submodule for submodule in module.modules() if not isinstance(submodule, FSDPModule))
+        kept: list[nn.Module] = [submodule for submodule in unsharded if isinstance(submodule, KeepsDtype)]
+        if kept:
+            fully_shard(kept, mesh=self.mesh, mp_policy=self.uncast, reshard_after_forward=reshard_after_forward)
+        return kept
+
     def shard(self, module: nn.Module, reshard_after_forward: bool | None = None) -> list[FSDPModule]:
         """Shard a module, and return one module for each of its groups, its own group first."""
         if isinstance(module, FSDPModule):
             return [module]
         unsharded = [submodule for submodule in module.modules() if not isinstance(submodule, FSDPModule)]
-        kept: list[nn.Module] = [submodule for submodule in unsharded if isinstance(submodule, KeepsDtype)]
-        if kept:
-            fully_shard(kept, mesh=self.mesh, mp_policy=self.uncast)
+        kept = self.shard_kept(module)
         spread = [mixture for mixture in unsharded if vars(mixture).get("_expert_mesh") is not None]
         copied: set[nn.Parameter] = set()
         groups: list[nn.Module] = []
@@ -142,11 +147,12 @@ class _Sharder(NamedTuple):
                 copied |= set(of_experts(mixture).values())
                 continue
             names = type(mixture).expert_parallel  # type: ignore[attr-defined]
-            children = ((name, child) for name, child in mixture.named_children() if name not in names)
-            others = [child for _, child in children if next(child.parameters(), None) is not None]
-            fully_shard(others, mesh=self.mesh, mp_policy=self.policy)
+            children = [child for name, child in mixture.named_children() if name not in names and child not in kept]
+            others = [child for child in children if next(child.parameters(), None) is not None]
+            if others:
+                fully_shard(others, mesh=self.mesh, mp_policy=self.policy)
             fully_shard(mixture, mesh=self.experts, mp_policy=self.policy)
-            groups += [mixture, others[0]]
+            groups += [mixture, *others[:1]]
         fully_shard(
             module,
             mesh=self.mesh,

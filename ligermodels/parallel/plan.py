@@ -32,10 +32,11 @@ class ParallelPlan(BaseModel):
         reshard_after_forward: whether blocks are sharded again after their forward pass, and gathered a second time for
             their backward pass. False takes memory for all whole blocks. Default: True.
         fsdp_unit: "block" or "model", what FSDP2 gathers and reduces at once. "model" takes memory for the whole model
-            and its gradients, and less work of the CPU: for blocks that are too small to keep a GPU busy. Default:
-            "block".
+            and its gradients, and less work of the CPU: for blocks that are too small to keep a GPU busy. Modules that
+            keep their dtypes (`KeepsDtype`) are gathered in their block all the same. Default: "block".
         activation_checkpointing: "none", "selective", "full" or "offload". Default: the model's setting.
-        compile: "none" or "blocks", the parts that torch.compile compiles. Default: "none".
+        compile: "none" or "blocks", the parts that torch.compile compiles. Of blocks within which FSDP2 gathers modules
+            (those that keep their dtypes, and experts), the other layers are compiled. Default: "none".
 
     Raises:
         ConfigError: a value has the wrong type or is out of range, or fields cannot be combined; the message names the

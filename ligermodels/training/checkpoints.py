@@ -324,11 +324,14 @@ def _read_tensors(
 def _parameters(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The parameters among `tensors`, by name. Raises CheckpointError unless names, shapes and dtypes are expected."""
     parameters = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
-    if {name: (t.shape, t.dtype) for name, t in parameters.items()} != {
-        name: (p.shape, p.dtype) for name, p in expected.items()
-    }:
-        wrong = sorted(parameters.keys() ^ expected.keys()) or sorted(parameters)
-        raise CheckpointError(f"{path}: is of another model: {', '.join(wrong[:5])} do not fit")
+    stored, own = ({name: (t.dtype, tuple(t.shape)) for name, t in of.items()} for of in (parameters, expected))
+    if wrong := sorted(name for name in stored.keys() | own.keys() if stored.get(name) != own.get(name)):
+        (name, *others) = wrong
+        differs = " and ".join(map(str, (stored.get(name, "missing"), own.get(name, "missing"))))
+        raise CheckpointError(
+            f"{path}: is of another model, or of another version of ligermodels: {name} is {differs} in the model"
+            f"{f'; {len(others)} more differ, such as {others[0]}' if others else ''}"
+        )
     return parameters
 
 

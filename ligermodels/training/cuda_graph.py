@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ligermodels.data.batches import Batch
 from ligermodels.errors import GraphWarning, InputError
-from ligermodels.generation.graph import Graphed
+from ligermodels.generation.graph import Graphed, waits_for
 from ligermodels.layers import Block, Router
 from ligermodels.layers.checkpointing import drops
 from ligermodels.layers.modules import modules_of
@@ -27,6 +27,7 @@ from ligermodels.layers.targets import IGNORE_INDEX
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.ops.runtime.dispatch import as_recorded
 from ligermodels.ops.runtime.library import is_dtensor
+from ligermodels.parallel.model_size import ModelSize
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.parallel.ranks import largest_of_ranks, parallelism_of
 from ligermodels.training.blockwise_state import local_tensor
@@ -42,8 +43,8 @@ MAX_GRAPHS = 8
 FLOPS_PER_BLOCK = 1e12
 """With "auto", a step is recorded if a block has fewer operations. A block takes some 2.5 ms to launch, forward and
 backward, in which an H100 has some 1e12 operations."""
-
-ON_REQUEST = "steps of a sharded model are recorded if cuda_graph is 'on'"
+FSDP_FLOPS_PER_BLOCK = 4e12
+"""The same with FSDP2, whose gathers and reductions the CPU launches too."""
 
 
 def graph_step(
@@ -75,7 +76,7 @@ def graph_step(
 
     Raises:
         InputError: when called: the inputs do not fit the model, or the step of a sharded model does something that a
-            graph cannot, such as waiting for the GPU in a hook.
+            graph cannot and that is found only while it is recorded.
 
     Warns:
         GraphWarning: once, if the step cannot be recorded. It then runs without a graph.
@@ -228,7 +229,7 @@ class _RecordedStep:
         parts, options = inputs.rebuild(self._static)
         self._run = Graphed(lambda: step(parts, options), step.device, is_warm=True, pool=pool)
         try:
-            self._numbers = _dry_run(step, parts, options)
+            self._numbers = _warm_up(step, parts, options)
             with self._numbers:
                 self._run.record()
         except RuntimeError as error:
@@ -250,6 +251,18 @@ class _RecordedStep:
         for static, tensor in zip(self._static, tensors, strict=True):
             is_pinned = static.is_cuda and not tensor.is_cuda
             static.copy_(tensor.pin_memory() if is_pinned else tensor, non_blocking=True)
+
+
+def _warm_up(step: EagerStep, parts: Parts, options: Options) -> Recording:
+    """Compile all kernels of a step, and find out whether it waits for the GPU, which a graph cannot."""
+    place = ""
+    for _ in range(2):  # what is copied to the GPU once, such as a table, waits in the first pass only
+        with waits_for(step.device) as places:
+            numbers = _dry_run(step, parts, options)
+        place = next(iter(places), "")
+        if not _on_any_rank(step, bool(place)):
+            return numbers
+    raise _CannotRecord(f"{place} waits for the GPU" if place else "another rank waits for its GPU")
 
 
 def _dry_run(step: EagerStep, parts: Parts, options: Options) -> Recording:
@@ -346,14 +359,22 @@ def plan_refusal(plan: ParallelPlan) -> str:
     return f"the plan has {', '.join(divided)} parallelism" if divided else ""
 
 
-def pays(step: EagerStep, parts: Sequence[Batch]) -> bool:
+def _on_any_rank(step: EagerStep, value: bool) -> bool:
+    """Whether the value is true on any rank of a model that is spread over ranks, which all call this."""
+    return value if parallelism_of(step.module) is None else bool(largest_of_ranks(value))
+
+
+def pays(step: EagerStep, parts: Sequence[Batch], *, is_sharded: bool = False) -> bool:
     """Whether a step launches so little work at a time that a graph of it is faster; see FLOPS_PER_BLOCK."""
     blocks = modules_of(step.module, Block)
     if not blocks:
         return False
     tokens = max(part["labels"].numel() for part in parts)
-    weights = sum(parameter.numel() for parameter in step.model.parameters())
-    return 6 * weights * tokens / len(blocks) < FLOPS_PER_BLOCK
+    models = modules_of(step.module, CausalLM)
+    of_models = {id(parameter) for model in models for parameter in model.parameters()}
+    used = sum(ModelSize.of(model).used for model in models)  # by a token, of a mixture its own experts
+    used += sum(p.numel() for p in step.model.parameters() if id(p) not in of_models)
+    return 6 * used * tokens / len(blocks) < (FSDP_FLOPS_PER_BLOCK if is_sharded else FLOPS_PER_BLOCK)
 
 
 def make_step(step: EagerStep, cuda_graph: CudaGraph, parts: Sequence[Batch]) -> Callable[..., StepResult]:
@@ -361,8 +382,8 @@ def make_step(step: EagerStep, cuda_graph: CudaGraph, parts: Sequence[Batch]) ->
 
     Args:
         step: the step without a graph.
-        cuda_graph: "on", "off", or "auto": on where it pays and can be recorded, of models that are not sharded.
-            GraphWarning names why a step that would be faster by a graph has none.
+        cuda_graph: "on", "off", or "auto": on where it pays and can be recorded, on all ranks. GraphWarning names why a
+            step that would be faster by a graph has none.
         parts: the first micro-batches.
     """
     if cuda_graph not in get_args(CudaGraph):
@@ -370,8 +391,10 @@ def make_step(step: EagerStep, cuda_graph: CudaGraph, parts: Sequence[Batch]) ->
     is_on = cuda_graph == "on"
     if is_on and step.device.type != "cuda":
         warnings.warn(f"steps run without a CUDA graph: the model is on {step.device}", GraphWarning, stacklevel=3)
-    if cuda_graph == "auto" and step.device.type == "cuda" and pays(step, parts):
-        is_on = not (reason := refusal(step, parts) or (ON_REQUEST if parallelism_of(step.module) else ""))
-        if reason:
+    is_sharded = parallelism_of(step.module) is not None
+    if cuda_graph == "auto" and step.device.type == "cuda":
+        is_on = _on_any_rank(step, pays(step, parts, is_sharded=is_sharded))
+        if is_on and _on_any_rank(step, bool(reason := refusal(step, parts))):
+            is_on, reason = False, reason or "another rank cannot record it"
             warnings.warn(f"steps run without a CUDA graph, and would be faster by it: {reason}", GraphWarning, 3)
     return GraphStep(step) if is_on and step.device.type == "cuda" else lambda parts, **options: step(parts, options)

@@ -14,6 +14,7 @@ import yaml
 
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, WEIGHTS, matching
+from ligermodels.convert.input_files import folder_to_write
 from ligermodels.convert.locks import Locked, locked
 from ligermodels.convert.saving import require_free
 from ligermodels.errors import CheckpointError
@@ -86,13 +87,14 @@ def has_checkpoints(folder: Path) -> bool:
 
 
 def require_usable(folder: Path, *, resume: bool, overwrite: bool) -> None:
-    """Raise CheckpointError if a run could not write to `folder` without replacing other files.
+    """Raise CheckpointError if a run could not write to `folder`, or not without replacing other files.
 
     Args:
         folder: the output folder.
         resume: whether the run resumes from checkpoints in it.
         overwrite: whether its content may be replaced.
     """
+    folder = folder_to_write(folder)
     if overwrite:
         return
     if resume:

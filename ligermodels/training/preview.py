@@ -30,7 +30,7 @@ from ligermodels.training import dspark, eagle, fine_tuning, medusa, mtp
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console
 from ligermodels.training.counting import parameter_counts
-from ligermodels.training.cuda_graph import ON_REQUEST, pays, plan_refusal, refusal
+from ligermodels.training.cuda_graph import pays, plan_refusal, refusal
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 from ligermodels.training.folder import CHECKPOINTS, require_usable
 from ligermodels.training.inputs import epoch_of
@@ -205,9 +205,9 @@ def _eager_reason(
         return "cuda_graph is off"
     if torch.device(device).type != "cuda":
         return f"the model is on {device}"
-    step, is_auto = EagerStep(job.trainable, optimizer), recipe.cuda_graph == "auto"
-    if is_auto and not pays(step, parts):
+    step = EagerStep(job.trainable, optimizer)
+    if recipe.cuda_graph == "auto" and not pays(step, parts, is_sharded=gpus > 1):
         return "the GPU takes longer for a block than the CPU takes to launch it"
-    if gpus > 1 and (reason := plan_refusal(recipe.parallel) or ON_REQUEST * is_auto):
+    if gpus > 1 and (reason := plan_refusal(recipe.parallel)):
         return reason
     return refusal(step, parts)

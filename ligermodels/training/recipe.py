@@ -162,7 +162,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
         "offload: whole blocks, with their inputs in host memory.",
     )
     cuda_graph: Literal["auto", "on", "off"] = Field(
-        "auto", description="Each step as one CUDA graph; auto: of small models and short batches, on one GPU."
+        "auto", description="Each step as one CUDA graph; auto: of small models and short batches."
     )
     dtype: Literal["bfloat16", "float32", "float64"] | None = Field(
         None, description="Dtype of the parameters.  [default: the one in config.json, or float32]"

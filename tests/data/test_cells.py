@@ -3,12 +3,13 @@
 import csv
 import io
 import json
+import re
 from typing import Any
 
 import pytest
 
 from ligermodels.data.cells import value_of
-from ligermodels.data.json_files import csv_lines
+from ligermodels.data.json_files import csv_lines, parquet_lines
 from ligermodels.data.records import read_record
 from ligermodels.errors import InputError
 
@@ -34,6 +35,7 @@ def test_turns(write: Any, column: str, turns: Any) -> None:
         ("completion", '[{"role": "chief", "content": "x"}]'),
         ("chosen", '{"from": "EUR", "value": 3}'),
         ("prompt", "[{a list}] Explain this."),
+        ("prompt", "[{'content': 'a'}] What is this?"),
         ("prompt", "Hi"),
         ("completion", "[]"),
     ],
@@ -78,9 +80,33 @@ def test_nulls_are_read_as_in_lines_of_json(write: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "cell", ["[{'role': 'user', 'content': 'a'}\n {'role': 'assistant'}]", '[{"role": "user", "con']
+    ("column", "cell"),
+    [
+        ("messages", "[{'role': 'user', 'content': 'a'}\n {'role': 'assistant'}]"),
+        ("completion", "[{'content': 'a', 'role': 'user'} {'content': \"it's\", 'role': 'assistant'}]"),
+        ("chosen", "[{'value': 'a', 'from': 'Human'}\n {'value': 'b', 'from': 'gpt'}]"),
+        ("messages", '[{"role": "user", "con'),
+    ],
 )
-def test_turns_that_cannot_be_read(cell: str) -> None:
-    """As numpy writes them, and cut."""
-    with pytest.raises(InputError, match=r'a\.csv: row 2: "messages" begins as a list of turns, and is neither JSON'):
-        list(csv_lines(table(messages=cell), "a.csv", delimiter=","))
+def test_turns_that_cannot_be_read(column: str, cell: str) -> None:
+    """As numpy writes them, and cut. They would be trained on as text."""
+    message = f'a.csv: row 2: "{column}" begins as a list of turns, and is neither JSON'
+    with pytest.raises(InputError, match=re.escape(message)):
+        list(csv_lines(table(**{column: cell}), "a.csv", delimiter=","))
+
+
+@pytest.mark.parametrize("write", [json.dumps, str])
+def test_strings_of_parquet_are_read_as_cells(write: Any) -> None:
+    """The hub converts tables of text to Parquet."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    def rows(**cells: str) -> Any:
+        content = io.BytesIO()
+        parquet.write_table(pyarrow.table({name: [cell] for name, cell in cells.items()}), content)
+        return parquet_lines(content, "a.parquet")
+
+    cells = {"prompt": write([USER]), "completion": write([ASSISTANT]), "text": write([USER])}
+    _, line = csv_lines(table(**cells), "a.csv", delimiter=",")
+    assert list(rows(**cells)) == [line] and read_record(line)[0] == ([USER, ASSISTANT], {})
+    with pytest.raises(InputError, match=r'a\.parquet: row 1: "chosen" begins as a list of turns'):
+        list(rows(chosen="[{'content': 'a', 'role': 'user'} {'content': 'b', 'role': 'assistant'}]"))

@@ -1,5 +1,6 @@
 """Turns that are not trained on, parts that a template omits, tool calls and contents in other forms."""
 
+import inspect
 import json
 import re
 import warnings
@@ -8,8 +9,9 @@ from typing import Any
 
 import pytest
 from test_chat_table import CALLED, CHATS, SPECIAL, TOOLS, says, template_of, texts_of, user
+from transformers import PreTrainedTokenizerBase
 
-from ligermodels.data.chat import ChatTemplate
+from ligermodels.data.chat import OF_TRANSFORMERS, ChatTemplate
 from ligermodels.data.corpus import Corpus
 from ligermodels.data.documents import Documents
 from ligermodels.data.records import parse_line
@@ -134,3 +136,9 @@ def _tokenizer(folder: Path) -> Path:
 
     tokenizer_of("gemma-2", folder)
     return folder
+
+
+def test_every_argument_of_transformers_is_an_error_as_a_variable() -> None:
+    """They are no variables of templates, and would have no effect."""
+    names = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
+    assert names - {"self", "tools", "documents", "add_generation_prompt", "kwargs"} <= OF_TRANSFORMERS

@@ -44,7 +44,10 @@ class Published(NamedTuple):
 NO_THINKING = {"enable_thinking": False}
 CHATML = r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)"
 NO_THOUGHTS = r"<\|im_start\|>assistant\n(?:<think>\n\n</think>\n\n)?(.*?<\|im_end\|>)"
-MISTRAL = r"(?:\[/INST\]|\[/TOOL_RESULTS\](?!\[TOOL_RESULTS\]))(.*?</s>(?:[a-z].*?</s>)?)"
+MISTRAL = (
+    r"(?:\[/INST\]|\[/SYSTEM_PROMPT\](?!\[(?:INST|AVAILABLE_TOOLS)\])|\[/TOOL_RESULTS\](?!\[TOOL_RESULTS\]))"
+    r"(.*?</s>(?:[a-z].*?</s>)*)"
+)
 DEEPSEEK = (
     "(?:<｜Assistant｜>|<｜tool▁outputs▁end｜>|<｜tool▁output▁end｜>(?=\n<｜tool▁call▁begin))(.*?<｜end▁of▁sentence｜>)"
 )
@@ -54,7 +57,8 @@ R1 = DEEPSEEK.replace(  # which starts another turn for the content of a turn wi
     "(?:(?<!<｜end▁of▁sentence｜>)<｜Assistant｜>|(?<=<｜end▁of▁sentence｜>)<｜Assistant｜>(?!<｜end▁of▁sentence｜>)",
 )
 WITH_CALLS = ".*call.*|two rounds.*"
-ALTERNATING = "|two in a row"
+ALTERNATING = "|two in a row|three in a row.*|greeting.*|call after the system"
+ONE_CALL = "two calls|call after the system"  # it takes the tools into the first turn after the system's
 PUBLISHED = {
     "Qwen2.5": Published("qwen2_5", CHATML),
     "Qwen3": Published("qwen", CHATML, "both"),
@@ -64,8 +68,8 @@ PUBLISHED = {
     "GLM-4.5": Published("glm4_5", r"<\|assistant\|>(.*?)\s*(?=<\|user\|>|<\|assistant\|>|<\|observation\|>|$)"),
     "Mistral v3": Published("mistral_v3", MISTRAL, refuses=ALTERNATING),
     "Mistral v7": Published("mistral_v7", MISTRAL, "both"),
-    "Llama 3.2": Published("llama3_2", LLAMA, refuses="two calls"),
-    "Llama 3.2, built-in": Published("llama3_2", LLAMA, refuses="two calls", variables={"builtin_tools": ["f"]}),
+    "Llama 3.2": Published("llama3_2", LLAMA, refuses=ONE_CALL),
+    "Llama 3.2, built-in": Published("llama3_2", LLAMA, refuses=ONE_CALL, variables={"builtin_tools": ["f"]}),
     "Gemma 3": Published("gemma3", r"<start_of_turn>model\n(.*?<end_of_turn>)", refuses=WITH_CALLS + ALTERNATING),
     "Gemma 4": Published(
         "gemma4",
@@ -166,6 +170,10 @@ CHATS: dict[str, list[Turn]] = {
     "same words, tools": [turn for _ in range(3) for turn in (user(1), says("said1"))],
     "same words": [turn for _ in range(3) for turn in (user(1), says("said1"))],
     "two in a row": [user(1), says("said1"), says("said2", reasoning_content="thought2")],
+    "three in a row, then turns": [user(1), says("said1"), says("said2"), says("said3"), user(2), says("said4")],
+    "greeting": [says("said1"), user(1), says("said2")],
+    "greeting after the system": [SYSTEM, says("said1"), user(1), says("said2")],
+    "call after the system": [SYSTEM, *CALLED[1:], user(2), says("said3")],
     "empty": [user(1), says(""), user(2), says("said2")],
     "call": CALLED,
     "call, system": [SYSTEM, *CALLED],

@@ -113,6 +113,11 @@ def test_completions_with_labels(name: str) -> None:
         (read_pair, {"prompt": [U], "chosen": [A], "rejected": [{"role": "bot", "content": "x"}]}, "unknown role"),
         (read_labelled, {"prompt": "a", "completion": "b"}, 'has no "label"'),
         (read_labelled, {"prompt": "a", "completion": "b", "label": "good"}, '"label" must be true or false'),
+        (
+            read_labelled,
+            {"prompt": "a", "completion": "b", "label": 1, "kto_tag": False},
+            '"label" and "kto_tag" differ',
+        ),
         (read_labelled, {"prompt": "a", "label": True}, 'has no "completion"'),
     ],
 )

@@ -110,7 +110,7 @@ def by_first_rank(
         flat = torch.cat([(torch.empty_like(p) if p.grad is None else p.grad).detach().flatten() for p in parameters])
         dist.broadcast(flat, 0)
         for p, gradient in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-            p.grad = gradient.view_as(p)
+            p.grad = gradient.view_as(p).to(p.dtype)  # `flat` has the widest dtype
     return found
 
 

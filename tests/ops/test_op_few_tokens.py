@@ -10,7 +10,6 @@ from ligermodels import ops
 from ligermodels.errors import BackendError, InputError
 from ligermodels.ops import GLUOptions, QuantizedWeight
 from ligermodels.ops.glu.glu import ACTIVATIONS
-from ligermodels.ops.quantized import expert_rows
 
 pytestmark = pytest.mark.kernels
 OPTIONS = (GLUOptions("silu"), GLUOptions("gelu_tanh", 1.702, 1 / 1.702, 1.0, 1.0))
@@ -114,15 +113,13 @@ def test_rows(kernels_device: torch.device, kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [None, "int4"])
-def test_programs_take_several_tiles(kernels_device: torch.device, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows per expert, and one expert with more than a tile of rows; each program has several tiles of channels."""
-    experts = Experts(kernels_device, (12, 1, 5, 144, 72), kind, bias=True)
+@pytest.mark.parametrize("num_experts", [5, 16])
+def test_an_expert_with_more_rows_than_a_tile(kernels_device: torch.device, kind: Any, num_experts: int) -> None:
+    """Listed by a kernel, or found by programs where there are more experts than rows."""
+    experts = Experts(kernels_device, (12, 1, num_experts, 144, 72), kind, bias=True)
     experts.experts = torch.tensor([[1]] * 10 + [[4], [0]], device=kernels_device)
-    wanted = experts.mix(OPTIONS[1])
-    torch.testing.assert_close(wanted.double(), experts.plain(OPTIONS[1], torch.float64), rtol=2e-2, atol=2e-2)
-    monkeypatch.setattr(expert_rows, "WARPS", 7)
-    monkeypatch.setattr(expert_rows, "num_sms", lambda device: 1)
-    assert torch.equal(experts.mix(OPTIONS[1]), wanted)
+    found = experts.mix(OPTIONS[1])
+    torch.testing.assert_close(found.double(), experts.plain(OPTIONS[1], torch.float64), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("kind", ["float8", "int4", "nf4", "mxfp4"])
@@ -143,17 +140,18 @@ def test_quantized_grouped_mm(kernels_device: torch.device, kind: Any, rows: int
 
 def test_refusals(kernels_device: torch.device) -> None:
     """A call that it cannot serve runs on another backend, or by name is an error."""
-    for sizes, dtype, message in (
-        ((65, 1, 4, 16, 8), None, "65 choices of experts are more than 64"),
-        ((3, 2, 4, 16, 8), torch.float32, "bfloat16 and float16"),
+    for sizes, kind, dtype, message in (
+        ((65, 1, 4, 16, 8), None, None, "65 choices of experts are more than 64"),
+        ((257, 1, 4, 16, 8), "int4", None, "257 choices of experts are more than 256"),
+        ((3, 2, 4, 16, 8), None, torch.float32, "bfloat16 and float16"),
+        ((3, 2, 4, 16, 8), "int4", torch.float32, "bfloat16 and float16"),
     ):
-        experts = Experts(kernels_device, sizes, None, bias=False, dtype=dtype)
-        with pytest.raises(BackendError, match=message):
-            experts.mix(OPTIONS[0], backend="few_tokens")
-        other = Experts(kernels_device, sizes, "int4", bias=False, dtype=dtype)
+        experts = Experts(kernels_device, sizes, kind, bias=False, dtype=dtype)
         with pytest.raises(BackendError, match=message), ops.set_experts_backend("few_tokens"):
-            other.mix(OPTIONS[0])
-        assert other.mix(OPTIONS[0]).shape == other.x.shape
+            experts.mix(OPTIONS[0])
+        assert experts.mix(OPTIONS[0]).shape == experts.x.shape
+    with pytest.raises(BackendError, match="bfloat16 and float16"):
+        Experts(kernels_device, sizes, None, bias=False, dtype=dtype).mix(OPTIONS[0], backend="few_tokens")
     experts = Experts(kernels_device, SIZES[0], None, bias=False)
     experts.x.requires_grad_()
     with pytest.raises(BackendError, match="no gradients"):

@@ -15,8 +15,18 @@ from ligermodels.ops.quantized.few_rows import few_rows
 from ligermodels.ops.quantized.more_rows import more_rows
 from ligermodels.ops.quantized.weights import FP4_LEVELS, NF4_LEVELS, empty_quantized
 from ligermodels.ops.runtime import devices
+from ligermodels.ops.runtime.dispatch import tl
+from ligermodels.ops.runtime.launcher import kernel
 
 KINDS = ("float8", "int4", "nf4", "mxfp4")
+
+
+@kernel
+def _scales_kernel(scales, out, BLOCK: tl.constexpr):
+    number = tl.arange(0, BLOCK)
+    tl.store(out + number, unpack.mxfp4_scales(tl.load(scales + number), 8))
+
+
 SIZES = [(3, 128), (17, 256), (5, 1), (8, 127), (33, 130), (2, 515)]
 """(N, K): whole groups, less than one, and a short last one."""
 
@@ -416,3 +426,13 @@ def test_errors() -> None:
                 dequantize_weight(**{**whole, "in_features": 200, "dtype": torch.float32, **arguments})  # type: ignore[arg-type]
     with pytest.raises(InputError, match="codes must be"):
         quantized_linear(**{**given["int4"], "codes": torch.ones(6, 200)})
+
+
+@pytest.mark.kernels
+def test_scales_of_mxfp4_are_all_powers_of_two(kernels_device: torch.device) -> None:
+    """From the second byte of a word: 0 is 2 ** -127, which is subnormal, and 255 is NaN."""
+    number = torch.arange(256, device=kernels_device, dtype=torch.int32)
+    found = torch.empty(256, device=kernels_device)
+    _scales_kernel[(1,)]((number << 8) | (255 - number), found, BLOCK=256)
+    wanted = torch.ldexp(torch.ones(255, dtype=torch.float64), torch.arange(-127, 128))
+    assert torch.equal(found[:255].double().cpu(), wanted) and found[255].isnan()

@@ -12,14 +12,13 @@ from two_ranks import by_first_rank, in_two_ranks, own_parts, tokens_of_first_ra
 from zoo import CONFIGS, OF_EACH_KIND
 
 import ligermodels as lm
-from ligermodels.layers import KeepsDtype, offload
-from ligermodels.layers.modules import modules_of
+from ligermodels.layers import offload
 
 PLANS = [lm.ParallelPlan(context=2), lm.ParallelPlan(tensor=2)]
 """With `context`, FSDP2 shards the parameters over both ranks too; a third of the models also have a plan of FSDP2
 alone."""
 AT_ONCE = lm.ParallelPlan(fsdp_unit="model")
-"""For models of one dtype."""
+"""The whole model at once."""
 MODES: tuple[Any, ...] = ("none", "selective", "full", "offload")
 """Of activation checkpointing: each kind of layer has two of them, by turns."""
 DECODING: dict[str, Any] = {"max_new_tokens": 3, "eos_token_id": [], "pad_token_id": 0}
@@ -38,8 +37,7 @@ def train(rank: int, folder: Path, mesh: DeviceMesh, names: tuple[str, ...]) -> 
     for name in names:
         plain, turn = build(name), OF_EACH_KIND.index(name)
         plans = [*([lm.ParallelPlan(shard=2)] if turn % 3 == 0 else []), *PLANS]
-        if not modules_of(plain, KeepsDtype):
-            plans.insert(0, AT_ONCE)
+        plans.insert(0, AT_ONCE)
         models = [copy.deepcopy(plain) for _ in plans]
         wanted_loss = by_first_rank(plain, lambda plain: plain(ids, labels=ids).loss)
         for number, (plan, model) in enumerate(zip(plans, models, strict=True)):

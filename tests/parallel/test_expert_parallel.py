@@ -217,7 +217,7 @@ def compiled(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         plan = lm.ParallelPlan(expert=2, compile="blocks", activation_checkpointing="full")
         model, plain = lm.parallelize(build("glm4_moe"), plan), build("glm4_moe")
         nn.Module.compile = compile_layer  # type: ignore[method-assign]
-        assert layers == ["Block", "Attention"]  # the first layer is dense
+        assert layers == ["FSDPBlock", "Attention"]  # the first layer is dense
         check_training(model, plain, torch.optim.SGD)
 
 

@@ -90,7 +90,6 @@ def training(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     assert not names
 
     for name, options, message in (
-        ("qwen3_5_text", {}, r"'model' is for models of one dtype; decoder\.blocks\.\d\.[\w.]+ \(of .* it 'block'"),
         ("qwen3_moe", {"expert": 2, "param_dtype": "bfloat16"}, "give expert 2 .*and no param_dtype"),
         ("qwen3_moe", {"expert": 2, "replicate": 1, "shard": 2, "param_dtype": "bfloat16"}, "give expert 2"),
     ):

@@ -59,8 +59,11 @@ def test_a_checkpoint_brings_all_of_the_state_back(kind: str, tmp_path: Path) ->
         assert steps(other, at) == after_six
     run = json.loads((checkpoints.path(6) / "run.json").read_text())
     assert run["data"] == {"place": 6} and checkpoints.steps() == [6, 10]
-    with pytest.raises(CheckpointError, match=r"step-6: is of another model"):
+    with pytest.raises(CheckpointError, match=r"step-6: is of another model, or of another version"):
         checkpoints.load(6, small(0, width=4), optimizer)
+    message = r"1\.bias is \(torch\.float64, \(2,\)\) and \(torch\.float32, \(2,\)\) in the model; 1 more"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.load(6, small(0).float(), optimizer)
     if kind == "adamw":
         with pytest.raises(CheckpointError, match="of another optimizer"):
             checkpoints.load(6, other, adamw([other[1].weight], 1e-2))

@@ -548,7 +548,7 @@ def test_a_folder_has_one_run_at_a_time(base: Path, data: Path, tmp_path: Path, 
     with pytest.raises(ConfigError):  # Before there is anything to write, nothing is left.
         train_heads(recipe.changed({"base": None}), tmp_path / "none" / "out")
     assert not (tmp_path / "none").exists()
-    with pytest.raises(CheckpointError, match=r"recipe\.yaml: cannot be written"):
+    with pytest.raises(CheckpointError, match=r"recipe\.yaml: is a file; give a folder"):
         train_heads(recipe, file)
 
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from ligermodels.errors import InputError
+from ligermodels.errors import CheckpointError, InputError
 from ligermodels.training import Callback, EarlyStopping, FineTuningRecipe, dry_run, fine_tune
+from ligermodels.training.folder import require_usable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -53,3 +54,23 @@ def test_flags_are_true_or_false(flag: str, function: Any, base: Path, data: Pat
     """overwrite="no" would overwrite."""
     with pytest.raises(InputError, match=f"^{flag}: must be True or False, got 'no'"):
         function(recipe_of(base, data), tmp_path / "out", **{flag: "no"})
+
+
+@pytest.mark.parametrize("flag", ["resume", "overwrite", None])
+def test_a_file_as_output(flag: str | None, tmp_path: Path) -> None:
+    """No flag helps, so that no message may name one."""
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"out: is a file; give a folder$"):
+        require_usable(tmp_path / "out", resume=flag == "resume", overwrite=flag == "overwrite")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_data_without_a_document(base: Path, tmp_path: Path) -> None:
+    """A smaller validation split does not help."""
+    (tmp_path / "empty.txt").touch()
+    recipe = recipe_of(base, tmp_path / "empty.txt").changed({"validation_fraction": 0.1}, "the test")
+    with (
+        pytest.warns(UserWarning, match="holds no document"),
+        pytest.raises(InputError, match=r"^there is no document"),
+    ):
+        fine_tune(recipe, tmp_path / "out")

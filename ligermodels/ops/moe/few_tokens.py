@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ligermodels.ops.glu.glu import GLUOptions
-from ligermodels.ops.quantized.expert_rows import expert_rows
+from ligermodels.ops.quantized.expert_rows import ExpertRows, expert_rows
 from ligermodels.ops.runtime.dispatch import tl
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
@@ -35,9 +35,9 @@ def few_tokens(
     Returns:
         (N, H), of x's dtype.
     """
-    rows = experts.flatten()
-    h = expert_rows(x, rows, *gate_up, gate_up_bias, num_experts, x.shape[0], activation)
-    y = expert_rows(h, rows, *down, down_bias, num_experts, x.shape[0])
+    rows = ExpertRows.of(experts, num_experts)
+    h = expert_rows(x, rows, *gate_up, gate_up_bias, num_experts, activation)
+    y = expert_rows(h, rows, *down, down_bias, num_experts)
     out: Tensor = _combine(y, weights.float(), experts.shape[1])
     return out
 

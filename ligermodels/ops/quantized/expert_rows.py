@@ -1,9 +1,11 @@
 """Products of experts for the few tokens of a decoding step: each weight of an active expert is read once.
 
-Rows stay in the order of the tokens and their choices; nothing is sorted, and nothing waits for the device. The first
-program that meets an expert computes all of its rows: a program finds them among the experts of all rows, which are at
-most MAX_ROWS. Tiles, formats and the product itself are those of `few_rows`.
+Rows stay in the order of the tokens and their choices, and nothing waits for the device. Where there are more rows than
+experts, a kernel lists the rows of each expert; of fewer rows, the first program that meets an expert finds them among
+all. Tiles, formats and the product itself are those of `few_rows`.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,20 +14,20 @@ from ligermodels.ops.glu.glu import GLUOptions, glu_numbers
 from ligermodels.ops.quantized.few_rows import Tile, few_rows_product, few_rows_store
 from ligermodels.ops.quantized.unpack import native_operands
 from ligermodels.ops.quantized.weights import GROUP, format_of, num_groups
-from ligermodels.ops.runtime.devices import gpu_of, num_sms, pipeline_stages, power_of_2_above
+from ligermodels.ops.runtime.devices import gpu_of, pipeline_stages, power_of_2_above
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import as_rows, contiguous
 
-MAX_ROWS = 2048
-"""Most rows, which a program holds in its registers."""
-MEAN_ROWS = 16
-"""Most rows per expert of a model: above, weights are read several times."""
+MAX_ROWS = 8192
+"""Most rows, which a program of the kernel that lists them holds in its registers."""
+MEAN_ROWS = 64
+"""Most rows per expert of a quantised model. Above, a grouped product of dequantised weights is faster."""
+PLAIN_MEAN_ROWS = 16
+"""The same of plain weights, which the grouped product reads as they are."""
 FEW_MEAN_ROWS = 4
 """Up to this number of rows per expert, tiles have 8 rows: few experts have more, which read their weights twice."""
-WARPS = 32
-"""Warps per multiprocessor, if there is work for more: programs take several tiles, and find their rows once."""
 
 
 def expert_rows_refuse(x: Tensor, rows: int, num_experts: int, *weights: Tensor) -> str | None:
@@ -39,7 +41,8 @@ def expert_rows_refuse(x: Tensor, rows: int, num_experts: int, *weights: Tensor)
     """
     if torch.compiler.is_exporting():
         return "an exported program takes any number of tokens"
-    gpu, most = gpu_of(x.device), min(MAX_ROWS, MEAN_ROWS * num_experts)
+    is_plain = all(weight.dtype == x.dtype for weight in weights)
+    gpu, most = gpu_of(x.device), min(MAX_ROWS, (PLAIN_MEAN_ROWS if is_plain else MEAN_ROWS) * num_experts)
     if rows > most:
         return f"{rows} choices of experts are more than {most}"
     if x.dtype not in (torch.bfloat16, torch.float16):
@@ -51,9 +54,60 @@ def expert_rows_refuse(x: Tensor, rows: int, num_experts: int, *weights: Tensor)
     return None
 
 
+class ExpertRows(NamedTuple):
+    """The rows of each expert.
+
+    experts: integers (R,) in [0, E), the expert of each row.
+    is_one: whether the rows are those of one token, with other experts each.
+    rows: int32 (E, R), the rows of each expert, and then anything; None where programs find them.
+    counts: int32 (E,), the number of rows of each expert, or None.
+    """
+
+    experts: Tensor
+    is_one: bool
+    rows: Tensor | None = None
+    counts: Tensor | None = None
+
+    @classmethod
+    def of(cls, experts: Tensor, num_experts: int) -> "ExpertRows":
+        """The rows of each expert, listed where it is worth a kernel.
+
+        Args:
+            experts: integers (N, k) in [0, E), the experts of each token, at most MAX_ROWS.
+            num_experts: number E of experts.
+        """
+        own, is_one = experts.flatten(), len(experts) == 1
+        listed = len(own) > num_experts and not is_one
+        return cls(own, is_one, *_rows_of_experts(own, num_experts)) if listed else cls(own, is_one)
+
+
+@custom_op()
+def _rows_of_experts(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """`rows` and `counts` of `ExpertRows`."""
+    (R,) = experts.shape
+    rows = experts.new_empty(num_experts, R, dtype=torch.int32)
+    counts = experts.new_empty(num_experts, dtype=torch.int32)
+    if not is_fake(experts):
+        block = power_of_2_above(R)
+        _list_kernel[(num_experts,)](
+            experts.contiguous(), rows, counts, R, BLOCK=block, num_warps=4 if block <= 1024 else 8
+        )
+    return rows, counts
+
+
+@kernel
+def _list_kernel(experts, rows, counts, R, BLOCK: tl.constexpr):
+    """A program per expert."""
+    expert, number = tl.program_id(0), tl.arange(0, BLOCK)
+    own = tl.load(experts + number, mask=number < R, other=-1).to(tl.int32) == expert
+    until = tl.cumsum(own.to(tl.int32), 0)  # the expert's rows up to each row
+    tl.store(rows + expert * R + until - 1, number, mask=own)
+    tl.store(counts + expert, tl.sum(own.to(tl.int32), 0))
+
+
 def expert_rows(
-    x: Tensor, experts: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, num_experts: int,
-    tokens: int, gated: GLUOptions | None = None,
+    x: Tensor, rows: ExpertRows, weight: Tensor, scales: Tensor | None, bias: Tensor | None, num_experts: int,
+    gated: GLUOptions | None = None,
 ) -> Tensor:  # fmt: skip
     """y[r] = weight[experts[r]] x[r // copies] + bias[experts[r]], and perhaps a gated activation, without gradients.
 
@@ -61,25 +115,25 @@ def expert_rows(
 
     Args:
         x: (N, K), bfloat16 or float16.
-        experts: integers (R,) in [0, E), the expert of each row; R = N * copies, at most MAX_ROWS.
+        rows: the R rows of the experts; R = N * copies.
         weight: a plain weight (E * M, K) of x's dtype; or the codes of a quantised one.
         scales: scales of the codes; None for a plain weight.
         bias: (E, M), of x's dtype, or None.
         num_experts: number E of experts.
-        tokens: number of tokens. With more than one, rows may share an expert.
         gated: a gated activation of pairs of channels, or None.
 
     Returns:
         (R, M), or (R, M / 2) with an activation, of x's dtype.
     """
-    y: Tensor = _expert_rows(x, experts, weight, scales, bias, num_experts, tokens, *(gated or GLUOptions("")))
+    y: Tensor = _expert_rows(x, *rows, weight, scales, bias, num_experts, *(gated or GLUOptions("")))
     return y
 
 
 @custom_op()
 def _expert_rows(
-    x: Tensor, experts: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, num_experts: int,
-    tokens: int, activation: str, gate_multiplier: float, down_multiplier: float, limit: float | None, up_offset: float,
+    x: Tensor, experts: Tensor, is_one: bool, listed: Tensor | None, counts: Tensor | None, weight: Tensor,
+    scales: Tensor | None, bias: Tensor | None, num_experts: int, activation: str, gate_multiplier: float,
+    down_multiplier: float, limit: float | None, up_offset: float,
 ) -> Tensor:  # fmt: skip
     (R,), (N, K), M = experts.shape, x.shape, weight.shape[0] // num_experts
     y = x.new_empty(R, M // 2 if activation else M)
@@ -89,68 +143,66 @@ def _expert_rows(
     kind = "plain" if scales is None else format_of(weight, scales)
     four_bits = weight.dtype == torch.uint8
     codes, scales, native = native_operands(weight.contiguous(), contiguous(scales))
-    block = 8 if tokens <= 8 or FEW_MEAN_ROWS * num_experts >= R else 16
-    tile = _tile(four_bits, tokens, K)
+    block = 8 if FEW_MEAN_ROWS * num_experts >= R else 16
+    tile = _tile(four_bits, is_one, K)
     step = tile.parts * tile.step
     code_bytes = step * tile.channels * codes.element_size() // (2 if four_bits else 1)
     stages = pipeline_stages(x.device, tile.stages, code_bytes + step * block * x.element_size())
-    by_expert = num_experts < R and tokens > 1
-    places, tiles = num_experts if by_expert else R, -(-M // tile.channels)
-    programs = -(-tiles // max(places * tiles // (WARPS // tile.warps * num_sms(x.device)), 1))
-    _expert_rows_kernel[(places * programs,)](
-        x, x.stride(0), experts.contiguous(), codes, scales, contiguous(bias),
+    tiles = -(-M // tile.channels)
+    _expert_rows_kernel[((R if listed is None else num_experts) * tiles,)](
+        x, x.stride(0), experts.contiguous(), listed, counts, codes, scales, contiguous(bias),
         *glu_numbers(gate_multiplier, down_multiplier, limit, up_offset), y, R, M, K, num_groups(K), -(-K // step),
-        R // N, programs, KIND=kind, NATIVE=native, ACTIVATION=activation, ONE=tokens == 1, BY_EXPERT=by_expert,
-        WHOLE=K % step == 0, BLOCK_R=power_of_2_above(R), BLOCK_M=block, BLOCK_N=tile.channels, PARTS=tile.parts,
+        R // N, tiles, KIND=kind, NATIVE=native, ACTIVATION=activation, ONE=is_one, WHOLE=K % step == 0,
+        BLOCK_R=power_of_2_above(R) if listed is None else 1, BLOCK_M=block, BLOCK_N=tile.channels, PARTS=tile.parts,
         STEP=tile.step, STAGES=stages, num_warps=tile.warps, num_stages=stages,
     )  # fmt: skip
     return y
 
 
-def _tile(four_bits: bool, tokens: int, inputs: int) -> Tile:
+def _tile(four_bits: bool, is_one: bool, inputs: int) -> Tile:
     """Tuned on an H200. The conversion of codes of four bits binds the kernel, and takes the fewest instructions where
     one warp has many channels; one token has too few tiles for that. Short rows are divided among fewer parts."""
     if not four_bits:
         return Tile(32, 2, 2, GROUP, 4)
-    return Tile(32, 1, 1, GROUP, 4) if tokens > 1 else Tile(16, 2, 2 if inputs <= 8 * GROUP else 4, GROUP, 4)
+    return Tile(16, 2, 2 if inputs <= 8 * GROUP else 4, GROUP, 4) if is_one else Tile(32, 1, 1, GROUP, 4)
 
 
 @kernel
 def _expert_rows_kernel(
-    x, x_row, experts, codes, scales, bias, gate_multiplier, down_multiplier, limit, up_offset, y,
-    R, N, K, G, steps, copies, programs, KIND: tl.constexpr, NATIVE: tl.constexpr, ACTIVATION: tl.constexpr,
-    ONE: tl.constexpr, BY_EXPERT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    x, x_row, experts, listed, counts, codes, scales, bias, gate_multiplier, down_multiplier, limit, up_offset, y,
+    R, N, K, G, steps, copies, tiles, KIND: tl.constexpr, NATIVE: tl.constexpr, ACTIVATION: tl.constexpr,
+    ONE: tl.constexpr, WHOLE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`programs` programs take turns at the tiles of channels of an expert: with BY_EXPERT of each expert, else of the
-    expert of each row, where only the first row of an expert has work. ONE: there is one token, and each row has
-    programs of its own."""
-    place = tl.program_id(0) // programs
+    """A program for each tile of channels of an expert: of each expert, if its rows are listed; else of the expert of
+    each row, where only the first row of an expert has work. ONE: each row is computed by itself."""
+    place, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK_N
     m = tl.arange(0, BLOCK_M)
     expert, count = place, 1
-    if not BY_EXPERT:
+    if listed is None:
         expert = tl.load(experts + place).to(tl.int32)
+    else:
+        count = tl.load(counts + expert)
     if ONE:
         x += (place // copies).to(tl.int64) * x_row
-    else:
+    elif listed is None:
         number = tl.arange(0, BLOCK_R)
         own = tl.load(experts + number, mask=number < R, other=-1).to(tl.int32) == expert
         until = tl.cumsum(own.to(tl.int32), 0)  # the expert's rows up to each row
-        count = tl.sum(own.to(tl.int32), 0)
-        if not BY_EXPERT:
-            count = tl.where(tl.min(tl.where(own, number, BLOCK_R), 0) == place, count, 0)
+        is_first = tl.min(tl.where(own, number, BLOCK_R), 0) == place
+        count = tl.where(is_first, tl.sum(own.to(tl.int32), 0), 0)
+    channel = expert.to(tl.int64) * N + tl.minimum(first + tl.arange(0, BLOCK_N), N - 1)
     for start in range(0, count, BLOCK_M):
         row, there = m + place, start + m < count
-        if not ONE:
+        if listed is not None:
+            row = tl.where(there, tl.load(listed + expert * R + start + m, mask=start + m < R, other=0), 0)
+        elif not ONE:
             row = tl.sum((until[None, :] <= (start + m)[:, None]).to(tl.int32), 1)  # BLOCK_R if there is none
-        rows = (row // copies).to(tl.int64) * x_row
-        for first in range(tl.program_id(0) % programs * BLOCK_N, N, programs * BLOCK_N):
-            channel = expert.to(tl.int64) * N + tl.minimum(first + tl.arange(0, BLOCK_N), N - 1)
-            result = few_rows_product(
-                x, rows, there, codes, scales, channel, K, G, steps,
-                KIND, NATIVE, ONE, WHOLE, BLOCK_M, BLOCK_N, PARTS, STEP, STAGES,
-            )  # fmt: skip
-            few_rows_store(
-                result, y, row, there, bias, channel, gate_multiplier, down_multiplier, limit, up_offset, first, N,
-                ACTIVATION, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
+        result = few_rows_product(
+            x, (row // copies).to(tl.int64) * x_row, there, codes, scales, channel, K, G, steps,
+            KIND, NATIVE, ONE, WHOLE, BLOCK_M, BLOCK_N, PARTS, STEP, STAGES,
+        )  # fmt: skip
+        few_rows_store(
+            result, y, row, there, bias, channel, gate_multiplier, down_multiplier, limit, up_offset, first, N,
+            ACTIVATION, BLOCK_M, BLOCK_N,
+        )  # fmt: skip

@@ -16,7 +16,7 @@ from ligermodels.ops.moe.experts import group_of_rows, grouped_mm
 from ligermodels.ops.moe.few_tokens import few_tokens
 from ligermodels.ops.moe.mix import by_expert, require_grouped_mm, takes_few_tokens
 from ligermodels.ops.quantized.dequantize import dequantize_rows, dequantize_weight_reference
-from ligermodels.ops.quantized.expert_rows import expert_rows, expert_rows_refuse
+from ligermodels.ops.quantized.expert_rows import ExpertRows, expert_rows, expert_rows_refuse
 from ligermodels.ops.quantized.weights import GROUP, QuantizedWeight, check_quantized, columns_of, pieces
 from ligermodels.ops.runtime.checks import Signature, check_chosen, check_tensor
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant
@@ -158,7 +158,8 @@ def _quantized_grouped_forward(x: Tensor, codes: Tensor, scales: Tensor, offsets
     if is_fake(x):
         return y
     if expert_rows_refuse(x, x.shape[0], experts, codes) is None:
-        return expert_rows(x, group_of_rows(x, offsets), codes, scales, None, experts, x.shape[0])
+        rows_of = ExpertRows.of(group_of_rows(x, offsets)[:, None], experts)
+        return expert_rows(x, rows_of, codes, scales, None, experts)
     codes, scales = (tensor.unflatten(0, (experts, outputs)) for tensor in (codes, scales))
     if x.shape[0] <= FEW_ROWS:
         own = group_of_rows(x, offsets)

@@ -210,11 +210,13 @@ def mxfp4_numbers(codes):
 
 @triton.jit
 def mxfp4_scales(scales, shift):
-    """The powers of two, in float32, of the bytes of `scales` from the bit `shift` on, which is at most 16; 255 is
-    NaN."""
+    """The powers of two, in float32, of the bytes of `scales` from the bit `shift` on, which is at most 16; 255 is NaN.
+
+    A byte is the exponent of a float32. With the highest bit of the mantissa it is 1.5 times its power of two; NaN for
+    255; and for 0, whose power of two is subnormal, this power itself.
+    """
     bits = (scales.to(tl.int32) << (23 - shift)) & 0x7F800000
-    special = ((bits + 0x800000) & 0x7F000000) == 0  # 0, whose power of two is subnormal, and 255
-    return tl.where(special, bits | 0x400000, bits).to(tl.float32, bitcast=True)
+    return (bits | 0x400000).to(tl.float32, bitcast=True) - 0.5 * bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -180,7 +180,7 @@ def is_recording() -> bool:
 def checked_on_host(x: Tensor) -> bool:
     """Whether a check of the values of x runs on the host and raises InputError."""
     if x.is_cuda:
-        return set_host_checks.value and not torch.cuda.is_current_stream_capturing()
+        return set_host_checks.value and not is_recording()
     return x.device.type == "cpu"
 
 
