@@ -125,6 +125,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
         attention_multiplier embedding_multiplier logits_scaling residual_multiplier logit_scale lm_head_multiplier
         routed_scaling_factor moe_routed_scaling_factor partial_rotary_factor rotary_pct rotary_percentage
         rope_scaling_factor alpha
+        is_neox_style rope_is_neox_style
         decoder_sparse_step full_attn_mod interpolate_factor is_causal use_rope apply_rope use_rotary gated_mlp
         use_pos_enc use_rotary_pos_emb block_use_swiglu mamba_use_mlp
         mlp_multipliers ssm_multipliers key_multiplier

@@ -35,11 +35,13 @@ def without_heads(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 
 
 def draft_type(config: Mapping[str, Any]) -> str | None:
-    """EAGLE_TYPE, DFLASH_TYPE or DSPARK_TYPE for the config of such a head, in any of its forms; None for another."""
+    """EAGLE_TYPE, DFLASH_TYPE or DSPARK_TYPE for the config of such a head, in any of its forms; None for another.
+    SafeAILab's EAGLE-3 heads name a model in `architectures`; they alone have a `draft_vocab_size` beside it."""
     names = config.get("architectures")
     names = str(names if isinstance(names, list) else "").lower()
     kind = config.get("speculators_model_type")
-    return next((each for each in (EAGLE_TYPE, DSPARK_TYPE, DFLASH_TYPE) if kind == each or each in names), None)
+    unnamed = EAGLE_TYPE if kind is None and config.get("draft_vocab_size") is not None else None
+    return next((each for each in (EAGLE_TYPE, DSPARK_TYPE, DFLASH_TYPE) if kind == each or each in names), unnamed)
 
 
 def heads_type(config: Mapping[str, Any]) -> str | None:

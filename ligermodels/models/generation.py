@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Protocol, cast, overload
 
 from torch import Tensor
@@ -43,16 +43,17 @@ class GenerationMixin:
     `forward`, `log_probs`, `logits`, `head_loss`, `generate` and `stream`: see `ops.set_batch_invariant`. Set it to
     change it."""
 
-    def generation_defaults(self, do_sample: bool | None = None) -> dict[str, Any]:
+    def generation_defaults(self, do_sample: bool | None = None, *, given: Iterable[str] = ()) -> dict[str, Any]:
         """Defaults of `generate` that the checkpoint sets, in generation_config.json or, if old, in config.json.
 
         Args:
             do_sample: whether to return the options for sampling; by default the checkpoint decides.
+            given: names of options that a call sets; those of the checkpoint do not count.
 
         Raises:
             ConfigError: the checkpoint sets an option that changes the text and is not implemented.
         """
-        return self._defaults(do_sample, {})
+        return self._defaults(do_sample, dict.fromkeys(given))
 
     @overload
     def generate(
@@ -112,7 +113,8 @@ class GenerationMixin:
         Examples:
             >>> ids = model.generate(input_ids, max_new_tokens=64, do_sample=True, top_p=0.9)
         """
-        options = self._options(max_new_tokens, renamed_options({**options, "return_routing": return_routing}))
+        given = renamed_options({**options, "return_routing": return_routing})
+        options, neutral = self._options(max_new_tokens, given)
         if draft is None:
             if tree is not None:
                 raise InputError("tree: is for speculative decoding; give draft too, the heads on this model")
@@ -125,7 +127,7 @@ class GenerationMixin:
             del options["return_routing"]
         if not options.get("do_sample"):  # as without heads, these are then without effect
             options = {name: value for name, value in options.items() if name not in _SAMPLING}
-        return cast(Tensor, draft.generate(input_ids, tree=tree, **options))
+        return cast(Tensor, draft.generate(input_ids, tree=tree, **neutral, **options))
 
     def stream(self, input_ids: TokenIds, max_new_tokens: int | None = None, **options: Any) -> Iterator[Tensor]:
         """Generate as `generate` does, and yield the new tokens of each step as soon as they are known.
@@ -156,13 +158,19 @@ class GenerationMixin:
             )
         if wrong := sorted(options.keys() & {"on_token", "streamer", "return_routing"}):
             raise InputError(f"{wrong[0]}: stream yields the tokens of each step; iterate over it, or use generate")
-        return stream(cast(DecodingModel, self), input_ids, **self._options(max_new_tokens, renamed_options(options)))
+        options, _ = self._options(max_new_tokens, renamed_options(options))
+        return stream(cast(DecodingModel, self), input_ids, **options)
 
-    def _options(self, max_new_tokens: int | None, options: dict[str, Any]) -> dict[str, Any]:
-        options, used = check_options(without_none({**options, "max_new_tokens": max_new_tokens}), "generate")
-        config, unused = check_options(as_options(options.pop("generation_config", None)), "generation_config")
+    def _options(self, max_new_tokens: int | None, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The options of a call with the checkpoint's defaults; and its options that are not implemented, which have
+        neutral values."""
+        given = without_none({**options, "max_new_tokens": max_new_tokens})
+        options, used = check_options(given, "generate")
+        fields = as_options(options.pop("generation_config", None))
+        config, unused = check_options(fields, "generation_config")
+        neutral = {name: value for name, value in {**fields, **given}.items() if name in used | unused}
         # Options of the call replace those of the checkpoint, so a bad option of the checkpoint is no error then.
-        overrides = {**config, **dict.fromkeys((*used, *unused, *options))}
+        overrides = {**config, **dict.fromkeys((*neutral, *options))}
         merged = self._defaults(options.get("do_sample", config.get("do_sample")), overrides)
         for level in (config, options):
             if "max_length" in level and "max_new_tokens" not in level:
@@ -170,7 +178,7 @@ class GenerationMixin:
             merged |= level
         if not merged.get("do_sample"):
             warn_of_greedy({**config, **options})
-        return merged
+        return merged, neutral
 
     def _defaults(self, do_sample: bool | None, overrides: dict[str, Any]) -> dict[str, Any]:
         spec = self.export_spec

@@ -99,8 +99,7 @@ def evaluate_continuations(
             labels[:, : len(prompt) + model.first_ahead - 1] = IGNORE_INDEX
             batches.append(Batch({"input_ids": ids, "labels": labels}))
             lengths.append(len(new))
-    with model.scoring_every_token():
-        scores = evaluate_heads(model, batches, on_ranks=lambda batch_ranks: ranks.append(batch_ranks[:, 0]))
+    scores = evaluate_heads(model, batches, lambda batch_ranks: ranks.append(batch_ranks[:, 0]), every_token=True)
     # Heads draft after the first new token from this token, or from the state of the prompt's last token.
     before = model.first_ahead - 1
     ranks = [row[:, len(prompt) - before :].cpu() for row, prompt in zip(ranks, prompts, strict=True)]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
@@ -26,8 +25,7 @@ from ligermodels.arguments import (
 from ligermodels.errors import InputError
 from ligermodels.layers import IGNORE_INDEX, KeysValues
 from ligermodels.layers.packing import packed_positions
-from ligermodels.layers.targets import shift_labels
-from ligermodels.layers.tokens import token_layout
+from ligermodels.layers.tokens import Tokens
 from ligermodels.losses.sequences import per_item
 from ligermodels.models.capture import boundaries_of
 from ligermodels.models.causal_lm import CausalLM
@@ -38,12 +36,11 @@ from ligermodels.models.prepared_batch import PreparedBatch
 from ligermodels.ops import block_context_attention
 from ligermodels.ops.attention.block_context import context_starts
 from ligermodels.ops.loss.token_losses import check_mean_weights
-from ligermodels.ops.runtime.checks import check_plain, check_same_tokens
 from ligermodels.speculative import block_formats as formats
 from ligermodels.speculative.block_drafter import BlockDrafter
 from ligermodels.speculative.block_head import KINDS, BlockDraftConfig, BlockHead, Drafted
 from ligermodels.speculative.block_loss import BlockLosses, SlotLoss
-from ligermodels.speculative.block_training import Blocks, BlockTraining, default_layer_ids, sample_blocks
+from ligermodels.speculative.block_training import Blocks, BlockTraining, default_layer_ids, sample_blocks, shifted
 from ligermodels.speculative.draft_head import DraftHeadModel
 from ligermodels.speculative.draft_layer import check_layers, layer_like
 from ligermodels.speculative.draft_projection import own_lm_head, repeats_rows
@@ -87,6 +84,8 @@ class BlockDraftModel(DraftHeadModel):
     """
 
     reads_every_token, first_ahead = True, 1
+    loss_options = (*DraftHeadModel.loss_options, "num_anchors")
+    every_token: ClassVar[Mapping[str, Any]] = {"num_anchors": 2**31 - 1}
     formats: ClassVar[ModuleType] = formats
     training_names = tuple(field.name for field in fields(BlockTraining))
     confidence_threshold: float = 0.0
@@ -221,21 +220,37 @@ class BlockDraftModel(DraftHeadModel):
 
     # -- loss ----------------------------------------------------------------------------------------------------------
 
+    def _check_loss_options(self, options: Mapping[str, Any], labels: Tensor | None) -> None:
+        others = dict(options)
+        if others.pop("num_anchors", None) is not None and labels is None:
+            raise InputError("num_anchors: is an option of a loss, which needs labels")
+        super()._check_loss_options(others, labels)
+
     def _output(
-        self, batch: PreparedBatch, labels: Tensor | None, num_items_in_batch: Any = None, **loss_options: Any
+        self,
+        batch: PreparedBatch,
+        labels: Tensor | None,
+        num_items_in_batch: Any = None,
+        num_anchors: int | None = None,
+        **loss_options: Any,
     ) -> MultiHeadOutput:
         if labels is None:
             if batch.inputs["input_ids"] is None:
                 raise InputError("input_ids: are needed where there are no labels")
             return self._logits(batch)
         own = batch.layout.packing.take(labels, IGNORE_INDEX).flatten()
-        row, options = self._row(batch, own), self.training_options
-        following = cast(Any, batch.targets).values
-        blocks = sample_blocks(labels, following, batch.layout.packing, options.num_anchors, options.seed)
+        blocks = self._sampled(labels, cast(Any, batch.targets).values, batch.layout.packing, num_anchors)
+        row = self._row(batch, own)
         weights = loss_options.pop("token_weights", None)
         if weights is not None:
             weights = blocks.after(batch.layout.packing.take(weights).flatten(), 1)
         return self._loss(batch, row, blocks, weights, num_items_in_batch, **loss_options)
+
+    def _sampled(self, labels: Tensor, following: Tensor, packing: Tokens, num_anchors: int | None) -> Blocks:
+        """The blocks of labels (B, T): see `sample_blocks`. `num_anchors`: None for that of the training options."""
+        options = self.training_options
+        most = options.num_anchors if num_anchors is None else check_count("num_anchors", num_anchors)
+        return sample_blocks(labels, following, packing, most, options.seed)
 
     def _row(self, batch: PreparedBatch, own: Tensor | None) -> _Row:
         """The batch as one row, with the states of the base model. `own`: its labels (T,), in place of its ids."""
@@ -324,28 +339,15 @@ class BlockDraftModel(DraftHeadModel):
         ranks = blocks.at_anchors(found.ranks, len(row.ids)).unflatten(1, cast(Any, batch.targets).values.shape[1:])
         return MultiHeadOutput.of_ranks(torch.stack([batch.layout.packing.restore(x, -1) for x in ranks]), **fields)
 
-    def _count_targets(self, labels: Tensor, first: int, bounds: tuple[Tensor | None, ...]) -> Tensor:
-        """The targets of each slot, (K,), of the blocks that `forward` samples for the labels; `first` is not used."""
-        check_plain("labels", labels, torch.int64)
-        if labels.ndim != 2:
-            raise InputError(f"labels: must be (batch, tokens), got shape {tuple(labels.shape)}")
-        shape, (position_ids, cu_seqlens, mask) = (labels.shape[0], labels.shape[1]), bounds
-        check_same_tokens(labels, attention_mask=mask)
-        layout = token_layout(shape, attention_mask=mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
-        rows, ahead = layout.packing.take(labels, IGNORE_INDEX), range(1, 1 + self.num_heads)
-        following = torch.stack([shift_labels(rows, each, layout.cu_seqlens) for each in ahead])
-        options = self.training_options
-        return sample_blocks(labels, following, layout.packing, options.num_anchors, options.seed).counts
-
-    @contextmanager
-    def scoring_every_token(self) -> Iterator[None]:
-        """Context in which each token with a target, and with a label of its own, starts a block."""
-        options = self.training_options
-        self.training_options = replace(options, num_anchors=2**31 - 1)
-        try:
-            yield
-        finally:
-            self.training_options = options
+    def num_targets(
+        self, labels: Tensor, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None, *, first: int = 2, num_anchors: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The numbers of targets of each slot, long (K,), of the blocks that `forward` samples. See
+        `MultiHeadModel.num_targets` for labels, position_ids, cu_seqlens and attention_mask; `first` is not used;
+        `num_anchors` is that of `forward`."""
+        following, packing = shifted(labels, self.num_heads, (position_ids, cu_seqlens, attention_mask))
+        return self._sampled(labels, following, packing, num_anchors).counts
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.extra_heads import DFLASH_TYPE, DSPARK_TYPE, draft_type
 from ligermodels.speculative.block_head import GEMMA4, BlockAttention, BlockDraftConfig
 from ligermodels.speculative.draft_files import (
+    AUX_STATES,
     GEMMA4_FIELDS,
     LAYER_FIELDS,
     LM_HEAD,
@@ -41,6 +42,7 @@ DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top
 """Fields of DFlash2's convolutions and candidate selector."""
 _KNOWN = {
     "mask_token_id", LAYER_IDS, "block_size", "final_logit_softcapping", "causal", "use_swa", "swa_window_size",
+    AUX_STATES,
 }  # fmt: skip
 """Fields of `dflash_config` that are read, or change no greedy draft."""
 
@@ -276,7 +278,7 @@ def _refuse_others(stored: Mapping[str, Any], nested: Mapping[str, Any], fields:
         markov = MARKOV if kind == DSPARK_TYPE else ()  # SpecForge has these fields there
         if name not in _KNOWN | {"sample_from_anchor", *markov} and (value is True or value not in (None, False, 1.0)):
             raise ConfigError(f"{NESTED}.{name}: {short(value)} is not implemented")
-    for name, plain in (("projector_type", "dflash"), ("shift_label", False)):
+    for name, plain in (("projector_type", "dflash"), ("shift_label", False), (AUX_STATES, True)):
         if fields.get(name) not in (None, plain):
             raise ConfigError(f"{name}: {short(fields[name])} is not implemented")
 

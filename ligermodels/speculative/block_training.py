@@ -11,8 +11,10 @@ from torch import Tensor
 from ligermodels.arguments import Divergence, check_count, check_number
 from ligermodels.errors import InputError, short
 from ligermodels.layers import IGNORE_INDEX
-from ligermodels.layers.tokens import Tokens
+from ligermodels.layers.targets import shift_labels
+from ligermodels.layers.tokens import Tokens, token_layout
 from ligermodels.ops.loss.divergences import DIVERGENCES
+from ligermodels.ops.runtime.checks import check_plain, check_same_tokens
 
 _MULTIPLIERS = -4658895280553007687, -7723592293110705685  # of splitmix64
 
@@ -78,6 +80,27 @@ def sample_blocks(labels: Tensor, following: Tensor, packing: Tokens, num_anchor
     targets = targets[:, anchors].T
     supervised = ((targets != IGNORE_INDEX) & found[:, None]).cumprod(1).bool()
     return Blocks(anchors, targets.masked_fill(~supervised, IGNORE_INDEX))
+
+
+def shifted(labels: Tensor, count: int, bounds: tuple[Tensor | None, ...]) -> tuple[Tensor, Tokens]:
+    """The arguments `following` and `packing` of `sample_blocks`, of labels without their batch.
+
+    Args:
+        labels: long (B, T), -100 where ignored.
+        count: K.
+        bounds: position_ids, cu_seqlens and attention_mask, each a tensor or None: see `MultiHeadModel.num_targets`.
+
+    Raises:
+        InputError: a tensor of a wrong dtype or shape.
+    """
+    check_plain("labels", labels, torch.int64)
+    if labels.ndim != 2:
+        raise InputError(f"labels: must be (batch, tokens), got shape {tuple(labels.shape)}")
+    shape, (position_ids, cu_seqlens, mask) = (labels.shape[0], labels.shape[1]), bounds
+    check_same_tokens(labels, attention_mask=mask)
+    layout = token_layout(shape, attention_mask=mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
+    rows, ahead = layout.packing.take(labels, IGNORE_INDEX), range(1, 1 + count)
+    return torch.stack([shift_labels(rows, each, layout.cu_seqlens) for each in ahead]), layout.packing
 
 
 def _mixed(x: Tensor) -> Tensor:

@@ -27,16 +27,20 @@ if TYPE_CHECKING:
     from ligermodels.speculative.draft_head import DraftHeadModel
 
 TORCH_FILE = "pytorch_model.bin"
+MASK_EMBEDDING = "mask_embedding.pt"
+"""File of vLLM with an embedding of the mask token, in place of the one in the table."""
 SERVING, NESTED_LAYERS = "speculators_config", "transformer_layer_config"
+AUX_STATES = "use_aux_hidden_state"
+"""Field of SpecForge and vLLM: whether the head reads states of several layers, as heads here do."""
 LM_HEAD, EMBEDDING, D2T, T2D = "lm_head.weight", "embed_tokens.weight", "d2t", "t2d"
 LAYER_FIELDS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "initializer_range",
     "rope_theta", "rope_scaling", "rope_parameters", "attention_bias", "mlp_bias", "sliding_window",
     "use_sliding_window", "tie_word_embeddings", "partial_rotary_factor", "rotary_dim", "rope_interleave",
-    "rope_interleaved", "position_embedding_type", "logit_scale",
+    "rope_interleaved", "is_neox_style", "rope_is_neox_style", "position_embedding_type", "logit_scale",
 )  # fmt: skip
-"""Fields of a flat config.json that describe the layers of a head. Values of the last six that change the computation
+"""Fields of a flat config.json that describe the layers of a head. Values of the last eight that change the computation
 are an error: a layer of Llama's or Qwen3's kind rotates whole heads, and pairs a channel with the one half a head away;
 and a head does not scale its logits, which vLLM does."""
 GEMMA4_FIELDS = (
@@ -208,8 +212,11 @@ def open_head(folder: Path, opened: ExitStack, names: Callable[[str], str]) -> t
 
     Raises:
         CheckpointError: a file is missing or damaged, or two tensors have the same name in speculators' form.
+        ConfigError: the mask token has an embedding in a file of its own.
     """
     config = read_json(folder / CONFIG)
+    if (folder / MASK_EMBEDDING).is_file():
+        raise ConfigError(f"{folder}: {MASK_EMBEDDING}: a mask token with an embedding of its own is not implemented")
     if (folder / TORCH_FILE).is_file() and not list(folder.glob("*.safetensors")):
         files: Any = TorchFile(folder / TORCH_FILE)
     else:

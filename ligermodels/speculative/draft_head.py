@@ -49,7 +49,7 @@ class DraftHeadModel(MultiHeadModel):
     """
 
     reads_every_token = True
-    loss_options = ("token_weights", "reduction", "memory_budget")
+    loss_options: ClassVar[tuple[str, ...]] = ("token_weights", "reduction", "memory_budget")
     formats: ClassVar[ModuleType]
     """The file formats of such heads: `eagle3_formats` or `block_formats`."""
     head_type: ClassVar[str]
@@ -255,8 +255,9 @@ class DraftHeadModel(MultiHeadModel):
         check_base_model(base_model, profile, names_base=form.names_base)
         config = form.config(self.config, files.Target.of(self, base_model), **self.stored_settings())
         config["dtype"] = str(next(self.head.parameters()).dtype).removeprefix("torch.")
-        if self.lm_head is not None and not form.lm_head:
-            raise InputError(f"profile {profile!r}: holds no lm_head of the head's own; export another profile")
+        for name, own, holds in (("lm_head", self.lm_head, form.lm_head), ("embedding", self.embed, form.embedding)):
+            if own is not None and not holds:
+                raise InputError(f"profile {profile!r}: holds no {name} of the head's own; export another profile")
         weight_map = formats.weight_map(self.config, form.prefix, lm_head=form.lm_head)
         reshard(self)
         state = files.native_state(self)

@@ -20,6 +20,7 @@ from ligermodels.models.capture import boundaries_of, default_boundaries, layer_
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.extra_heads import EAGLE_TYPE, draft_type
 from ligermodels.speculative.draft_files import (
+    AUX_STATES,
     LAYER_FIELDS,
     LM_HEAD,
     Profile,
@@ -34,8 +35,6 @@ from ligermodels.speculative.draft_files import (
 from ligermodels.speculative.eagle3_head import Eagle3Config
 
 BOUNDARIES = "eagle_aux_hidden_state_layer_ids"
-AUX_STATES = "use_aux_hidden_state"
-"""Field of SpecForge's `eagle_config`: whether the head reads states of several layers, as heads here do."""
 LAYER_IDS, STEPS_FIELD, DECAY_FIELD = "target_layer_ids", "ttt_length", "step_loss_decay"
 """Fields of DeepSpec: ids of layers, steps of training, and the decay of their weights."""
 
@@ -60,6 +59,7 @@ def _specforge(config: Eagle3Config, target: Target, num_steps: int, decay: floa
     wrong = {
         "layer: kind 'qwen3'": config.layer["model_type"] != "llama",
         **{flag: getattr(config, flag) for flag in ("norm_before_residual", "norm_before_fc")},
+        **{bias: bool(config.layer.get(bias)) for bias in ("attention_bias", "mlp_bias")},
     }
     _require_none("specforge", "SGLang", wrong)
     return {

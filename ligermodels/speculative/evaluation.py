@@ -53,7 +53,11 @@ class HeadScores:
 
 @torch.no_grad()
 def evaluate_heads(
-    model: MultiHeadModel, batches: Iterable[Batch], on_ranks: Callable[[Tensor], object] | None = None
+    model: MultiHeadModel,
+    batches: Iterable[Batch],
+    on_ranks: Callable[[Tensor], object] | None = None,
+    *,
+    every_token: bool = False,
 ) -> HeadScores:
     """Scores of every head over all batches.
 
@@ -64,6 +68,7 @@ def evaluate_heads(
         model: a model with draft heads.
         batches: arguments of the model's forward, with labels.
         on_ranks: called after each batch with the ranks of its targets, long (K, B, T), -1 without a target.
+        every_token: score DFlash and DSpark heads on blocks from all tokens, not from `num_anchors` of each sequence.
 
     Returns:
         The scores.
@@ -76,12 +81,12 @@ def evaluate_heads(
         >>> evaluate_heads(medusa, [Batch({"input_ids": ids, "labels": ids})]).accuracy(1)
     """
     losses, hits, counts, accepted = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
-    device = model.base.device
+    device, options = model.base.device, model.every_token if every_token else {}
     rank = torch.arange(RANKS, device=device)
     with evaluating(model):
         data_ranks = DataRanks.of(model)
         for batch in batches:
-            out = model(**on_device(batch, device), reduction="sum")
+            out = model(**on_device(batch, device), reduction="sum", **options)
             losses.append(out.head_losses.double())
             hits.append((out.ranks[..., None] == rank).sum((1, 2)))
             counts.append(out.counts)

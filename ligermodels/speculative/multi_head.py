@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Literal, cast, overload
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from ligermodels.arguments import check_number
 from ligermodels.errors import InputError
-from ligermodels.generation.options import check_tree_options, renamed_options
+from ligermodels.generation.options import check_tree_options, renamed_options, without_none
 from ligermodels.generation.sampling import check_values
 from ligermodels.layers import Targets
 from ligermodels.layers.lm_head import check_loss_options, given_options
@@ -50,6 +49,8 @@ class MultiHeadModel(RefusesForeignNames, RefusesDropout):
     """How many tokens the target of head 0 at position t lies ahead of t."""
     loss_options: ClassVar[tuple[str, ...] | None] = None
     """Options of the loss that a caller may choose; None for all of `ops.linear_cross_entropy`."""
+    every_token: ClassVar[Mapping[str, Any]] = {}
+    """Options of `forward` with which heads that are trained on some of the tokens are scored on all of them."""
 
     @property
     def vocab_size(self) -> int:
@@ -91,10 +92,6 @@ class MultiHeadModel(RefusesForeignNames, RefusesDropout):
             InputError: these heads cannot draft such a tree.
         """
         raise NotImplementedError
-
-    def scoring_every_token(self) -> AbstractContextManager[None]:
-        """Context in which the heads are scored on all tokens of a batch, for those that sample some of them."""
-        return nullcontext()
 
     def save_whole(
         self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False
@@ -167,7 +164,8 @@ class MultiHeadModel(RefusesForeignNames, RefusesDropout):
                 number, or (K,), one number for each head: see `num_targets`.
             loss_options: token_weights (B, T), reduction ("mean" or "sum") and memory_budget, for all heads; of Medusa
                 and MTP heads also class_weights (V,), token_scaling, label_smoothing and z_loss: see
-                `ops.linear_cross_entropy`.
+                `ops.linear_cross_entropy`; of DFlash and DSpark heads also num_anchors, most blocks of each of the B
+                rows, by default `training_options.num_anchors`.
 
         Returns:
             With labels, the loss and the losses of the heads; without gradients, their ranks and accuracy; of EAGLE-3,
@@ -216,15 +214,17 @@ class MultiHeadModel(RefusesForeignNames, RefusesDropout):
             InputError: an argument is of a wrong type, dtype or shape, does not go with another, or is unknown.
         """
         self.check_vocabulary()
-        if self.loss_options is not None and (
-            others := loss_options.keys() - {*self.loss_options, "num_items_in_batch"}
-        ):
-            names = ", ".join(self.loss_options)
-            raise InputError(f"{min(others)}: is no option of this loss, which takes {names}")
-        check_loss_options(loss_options, inputs["labels"], of_heads=True)
+        self._check_loss_options(loss_options, inputs["labels"])
         ahead, weights = range(first, self.first_ahead + self.num_heads), loss_options.get("token_weights")
         every_token = self.reads_every_token
         return prepare_batch(self.base, ahead, **inputs, token_weights=weights, every_token=every_token)
+
+    def _check_loss_options(self, options: Mapping[str, Any], labels: Tensor | None) -> None:
+        """InputError for an option of the loss that is unknown or has a bad value, or for one without labels."""
+        if self.loss_options is not None and (others := options.keys() - {*self.loss_options, "num_items_in_batch"}):
+            names = ", ".join(self.loss_options)
+            raise InputError(f"{min(others)}: is no option of this loss, which takes {names}")
+        check_loss_options(options, labels, of_heads=True)
 
     def _heads_loss(
         self,
@@ -303,11 +303,7 @@ class MultiHeadModel(RefusesForeignNames, RefusesDropout):
         Raises:
             InputError: a tensor of a wrong dtype or shape.
         """
-        return self._count_targets(labels, first, (position_ids, cu_seqlens, attention_mask))
-
-    def _count_targets(self, labels: Tensor, first: int, bounds: tuple[Tensor | None, ...]) -> Tensor:
-        """`num_targets`, with `bounds` position_ids, cu_seqlens and attention_mask."""
-        return count_targets(labels, range(first, 2 + self.num_heads), *bounds)
+        return count_targets(labels, range(first, 2 + self.num_heads), position_ids, cu_seqlens, attention_mask)
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 
@@ -371,10 +367,12 @@ class MultiHeadModel(RefusesForeignNames, RefusesDropout):
         tree = self.default_tree() if tree is None else tree
         if not isinstance(tree, Tree | DynamicTree):
             raise InputError(f"tree: must be a Tree or a DynamicTree, got {type(tree).__name__}")
-        options = check_tree_options(renamed_options(options), speculative_generate)
+        options = renamed_options(options)
+        given = without_none({**options, "max_new_tokens": max_new_tokens})
+        options = check_tree_options(options, speculative_generate)
         check_values(**{name: options.get(name) for name in ("do_sample", "repetition_penalty")})
         do_sample = bool(options.get("do_sample"))
-        generation_defaults = self.base.generation_defaults(do_sample)
+        generation_defaults = self.base.generation_defaults(do_sample, given=given)
         names = ("eos_token_id", "pad_token_id", "max_length", *(SHAPING if do_sample else ()))
         defaults = {name: generation_defaults[name] for name in names if name in generation_defaults}
         if max_new_tokens is None and options.get("max_length") is None:

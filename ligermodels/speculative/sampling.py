@@ -103,7 +103,8 @@ class Sampling:
 
 
 class SampledDrafts:
-    """Draft tokens that are samples of a head's distribution, which is kept for `Sampling`.
+    """Draft tokens that are samples of a head's distribution, which is kept for `Sampling`. Where its logits are NaN or
+    infinite, the draft is token 0, as of a distribution with this token alone.
 
     Args:
         distribution: logits (..., V) -> probabilities (..., V).
@@ -116,8 +117,9 @@ class SampledDrafts:
 
     def __call__(self, logits: Tensor, depth: int = 0, token_ids: Callable[[Tensor], Tensor] = unchanged) -> Tensor:
         """Long (B, n, 1): a sample for each depth from `depth` on. See `drafting.ChooseDrafts`."""
-        q = self._distribution(logits)
-        ids = token_ids(torch.arange(logits.shape[-1], device=logits.device))
+        q, codes = self._distribution(logits), torch.arange(logits.shape[-1], device=logits.device)
+        q = torch.where(q[..., :1].isnan(), (codes == 0).to(q), q)  # NaN is in all of a row or in none
+        ids = token_ids(codes)
         for index in range(logits.shape[1]):
             self._sampled[depth + index] = q[:, index], ids
         return ids[draw(q, self._uniforms[:, depth : depth + logits.shape[1]])][..., None]

@@ -194,12 +194,14 @@ class TreeDrafter(StepDrafter):
         return torch.stack([F.pad(each, (0, width - each.shape[1])) for each in best], dim=1)
 
     def _candidates(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The k most probable tokens after outputs (B, T, H) of the head: ids and log-probabilities, both (B, T, k)."""
+        """The k most probable tokens after outputs (B, T, H) of the head: ids and log-probabilities, both (B, T, k).
+        NaN counts as -inf: it would rank before the tokens that it follows."""
         logits, k = self.lm_head(outputs), self.tree.top_k
         if logits.shape[-1] < k:
             raise InputError(f"tree: has {k} candidates per token, but there are {logits.shape[-1]} tokens")
         chosen = ops.topk_indices(logits, k)
-        return self.token_ids(chosen), logits.float().log_softmax(dim=-1).gather(-1, chosen)
+        scores = logits.float().log_softmax(dim=-1).gather(-1, chosen)
+        return self.token_ids(chosen), scores.masked_fill(scores.isnan(), -torch.inf)
 
 
 class _Drafted:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -105,8 +102,8 @@ class PackedBlocks(nn.Module):
             cu_seqlens: bounds of packed documents. Default: each row is a sequence.
             options: other arguments of the model's forward.
         """
-        with self._anchors_of(cu_seqlens):
-            return self.model(input_ids, labels=labels, cu_seqlens=cu_seqlens, **options)
+        options["num_anchors"] = self._num_anchors(cu_seqlens)
+        return self.model(input_ids, labels=labels, cu_seqlens=cu_seqlens, **options)
 
     def num_targets(
         self,
@@ -117,18 +114,12 @@ class PackedBlocks(nn.Module):
     ) -> Tensor:
         """The numbers of targets of each slot, long (K,), of the blocks that `forward` samples. See
         `MultiHeadModel.num_targets` for labels, position_ids, cu_seqlens and attention_mask."""
-        with self._anchors_of(cu_seqlens):
-            return self.model.num_targets(labels, position_ids, cu_seqlens, attention_mask)
+        num_anchors = self._num_anchors(cu_seqlens)
+        return self.model.num_targets(labels, position_ids, cu_seqlens, attention_mask, num_anchors=num_anchors)
 
-    @contextmanager
-    def _anchors_of(self, cu_seqlens: Tensor | None) -> Iterator[None]:
-        """Context in which the model takes the blocks of all sequences in a row."""
-        options, sequences = self.model.training_options, 1 if cu_seqlens is None else self._sequences
-        self.model.training_options = replace(options, num_anchors=options.num_anchors * sequences)
-        try:
-            yield
-        finally:
-            self.model.training_options = options
+    def _num_anchors(self, cu_seqlens: Tensor | None) -> int:
+        """Most blocks of a row: the blocks of all sequences in it."""
+        return self.model.training_options.num_anchors * (1 if cu_seqlens is None else self._sequences)
 
 
 def _job(recipe: BlockRecipe, model: CausalLM, *, resuming: bool) -> Job:

@@ -400,3 +400,10 @@ def test_the_call_goes_before_the_checkpoint(pair: tuple[Any, lm.CausalLM], monk
         model.generate(IDS)
     assert torch.equal(model.generate(IDS, num_beams=1, max_length=11), wanted)
     assert torch.equal(model.generate(IDS, generation_config={"num_beams": 1, "max_length": 11}), wanted)
+    heads = lm.MedusaModel.from_base(model, num_heads=1)
+    assert torch.equal(model.generate(IDS, num_beams=1, max_length=11, draft=heads), wanted)
+    config = {"num_beams": 1, "max_length": 11}
+    assert torch.equal(model.generate(IDS, generation_config=config, draft=heads), wanted)
+    assert torch.equal(heads.generate(IDS, num_beams=1, max_length=11), wanted)
+    with pytest.raises(ConfigError, match="num_beams"):
+        heads.generate(IDS)

@@ -80,6 +80,8 @@ def test_heads_on_cohere_2(kind: str, profile: str, options: dict[str, Any], tmp
     [
         ("rope_interleave", True),
         ("rope_interleaved", True),
+        ("is_neox_style", False),
+        ("rope_is_neox_style", False),
         ("position_embedding_type", "rope_gptj"),
         ("partial_rotary_factor", 0.5),
         ("rotary_dim", 4),
@@ -99,7 +101,9 @@ def test_other_computations_are_refused(
     path.write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=field):
         MODELS[kind].from_pretrained(base, tmp_path)
-    neutral = {"partial_rotary_factor": 1.0, "position_embedding_type": "rope", "logit_scale": 1.0}.get(field, False)
+    neutral = {"partial_rotary_factor": 1.0, "position_embedding_type": "rope", "logit_scale": 1.0}.get(
+        field, not value
+    )
     config.get("transformer_layer_config", config)[field] = neutral
     path.write_text(json.dumps(config))
     MODELS[kind].from_pretrained(base, tmp_path)

@@ -722,6 +722,9 @@ def test_other_forms_of_published_heads(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "whole" / "model.safetensors")["lm_head.weight"], own["lm_head.weight"])
     again.embed = again.lm_head = None
     torch.testing.assert_close(again(ids_of(9)).logits, model(ids_of(9)).logits)
+    torch.save(torch.randn(24), tmp_path / "mask_embedding.pt")
+    with pytest.raises(ConfigError, match=r"mask_embedding\.pt: a mask token with an embedding of its own"):
+        lm.DFlashModel.from_pretrained(base, tmp_path)
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
@@ -764,6 +767,12 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         (CheckpointError, "speculators", {"markov_head_type": "rnn"}, "joint_proj"),
         (ConfigError, "z-lab", {"dflash_config": nested | {"use_swa": True}}, "sliding_window is missing"),
         (ConfigError, "z-lab", {"architectures": ["DFlash2DraftModel"]}, "architectures: .* not implemented.*DFlash2"),
+        (
+            ConfigError,
+            "z-lab",
+            {"dflash_config": nested | {"use_aux_hidden_state": False}},
+            "use_aux_hidden_state: Fal",
+        ),
         (ConfigError, "z-lab", {"dflash_config": nested | {"selector_rank": 256}}, "selector_rank: 256 is not impl"),
         (ConfigError, "z-lab", {"conv_kernel_size": 2}, "conv_kernel_size: 2 is not implemented, a layer of DFlash2"),
         (ConfigError, "z-lab", {"architectures": ["Gemma4DSparkModel"]}, "holds a DSpark head, not a DFlash head"),
@@ -774,7 +783,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
             load(form, changes)
     windows, types = {"sliding_window": 4}, ["sliding_attention", "full_attention"]
     for changes, sees in (  # as vLLM reads them: of each layer, whether it is causal, and its window
-        ({"dflash_config": nested | {"causal": True}}, [(True, None)] * 2),
+        ({"dflash_config": nested | {"causal": True, "use_aux_hidden_state": True}}, [(True, None)] * 2),
         ({"is_causal": True, "dflash_config": nested | {"causal": False}}, [(True, None)] * 2),
         ({"dflash_config": nested | {"use_swa": True}, **windows}, [(False, 4)] * 2),
         ({"dflash_config": nested | {"use_swa": True, "swa_window_size": 6}, **windows}, [(False, 6)] * 2),

@@ -18,6 +18,7 @@ from ligermodels import ops
 from ligermodels.errors import CheckpointError, ConfigError, ConfigWarning, InputError
 from ligermodels.speculative import draft_projection
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
+from ligermodels.speculative.load import load_multi_head
 from ligermodels.speculative.step_drafter import TreeDrafter
 from ligermodels.speculative.tree import DynamicTree, Tree, chain
 
@@ -475,8 +476,8 @@ def test_a_head_of_deepspec(tmp_path: Path) -> None:
 
 
 def test_other_forms_of_published_heads(tmp_path: Path) -> None:
-    """A head of SafeAILab's in pytorch_model.bin, without a config of layers; SGLang's names; an embedding of its own;
-    and no lm_head."""
+    """A head of SafeAILab's in pytorch_model.bin, without layers in its config, with a model's architecture; SGLang's
+    names; an embedding of its own; and no lm_head."""
     base = target(dtype="float32")
     model = stirred(base, fc_norm=True, boundaries=(1, 2, 3), lm_head="shared")
     model.export(tmp_path, "specforge")
@@ -486,14 +487,20 @@ def test_other_forms_of_published_heads(tmp_path: Path) -> None:
                .replace("fc_norm.2", "aux_norm_high"): x for name, x in tensors.items()}  # fmt: skip
     for name in ("eagle_config", "eagle_aux_hidden_state_layer_ids", "target_hidden_size", "norm_before_residual"):
         del config[name]
+    config["architectures"] = ["LlamaForCausalLM"]
     own = torch.randn(61, 24)
     torch.save(tensors | {"embed_tokens.weight": own}, tmp_path / "pytorch_model.bin")
     path.unlink()
     (tmp_path / "config.json").write_text(json.dumps(config))
     again = lm.Eagle3Model.from_pretrained(base, tmp_path, num_steps=3)
+    assert isinstance(load_multi_head(base, tmp_path), lm.Eagle3Model)
     assert again.config.boundaries == (1, 2, 3) and again.lm_head is None and torch.equal(again.embed.weight, own)
     assert not any(parameter is again.embed.weight for parameter in again.head_parameters())
     assert not torch.equal(again(ids_of(9)).logits, model(ids_of(9)).logits)
+    with pytest.raises(InputError, match="'specforge': holds no embedding of the head's own"):
+        again.export(tmp_path / "lost", "specforge")
+    again.export(tmp_path / "kept", base_model="x")
+    assert torch.equal(lm.Eagle3Model.from_pretrained(base, tmp_path / "kept").embed.weight, own)
     again.embed = None
     torch.testing.assert_close(again(ids_of(9)).logits, model(ids_of(9)).logits)
 
@@ -522,7 +529,11 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         (ConfigError, {"transformer_layer_config": {**layer, "num_hidden_layers": 2}}, "heads of one layer"),
         (ConfigError, {"norm_before_fc": True, "fc_norm": True}, "excludes fc_norm"),
         (ConfigError, {"eagle_aux_hidden_state_layer_ids": "2"}, "list of whole numbers"),
-        (ConfigError, {"speculators_model_type": ..., "architectures": ["LlamaForCausalLM"]}, "names no EAGLE-3 head"),
+        (
+            ConfigError,
+            {"speculators_model_type": ..., "architectures": ["LlamaForCausalLM"], "draft_vocab_size": ...},
+            "names no EAGLE-3 head",
+        ),
         (CheckpointError, {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "the model has 4 layers"),
         (CheckpointError, {"target_hidden_size": 32}, "target_hidden_size: of the head is 32"),
         (CheckpointError, {"draft_vocab_size": 21}, "draft_vocab_size: of the head is 21"),
@@ -557,6 +568,10 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     for flag, layer_kind in (("norm_before_residual", "llama"), ("norm_before_fc", "llama"), ("norm_output", "qwen3")):
         other = lm.Eagle3Model.from_base(base, layer=layer_kind, **{flag: True})
         with pytest.raises(InputError, match="SGLang does not implement"):
+            other.export(tmp_path / "c", "specforge")
+    for bias in ("attention_bias", "mlp_bias"):  # SGLang leaves their tensors out
+        other = lm.Eagle3Model.from_base(base, layer={**model.config.layer, bias: True})
+        with pytest.raises(InputError, match=f"SGLang does not implement {bias}"):
             other.export(tmp_path / "c", "specforge")
     assert not (tmp_path / "c").exists()
 

@@ -69,7 +69,7 @@ def test_a_replay_of_the_same_prompts_is_lossless(medusa: lm.MedusaModel, new_to
 def test_a_replay_knows_of_rows_that_end(medusa: lm.MedusaModel, monkeypatch: pytest.MonkeyPatch) -> None:
     text = medusa.base.generate(PROMPTS, max_new_tokens=40, eos_token_id=None, pad_token_id=0)[:, -40:].tolist()
     defaults = {"eos_token_id": [text[0][17], text[2][5]], "pad_token_id": 0}
-    monkeypatch.setattr(medusa.base, "generation_defaults", lambda do_sample=None: defaults)
+    monkeypatch.setattr(medusa.base, "generation_defaults", lambda do_sample=None, given=(): defaults)
     own = evaluate_continuations(medusa, PROMPTS, max_new_tokens=40)
     ends = [next((i + 1 for i, t in enumerate(row) if t in defaults["eos_token_id"]), 40) for row in text]
     assert own.lengths == ends and len(set(ends)) > 2

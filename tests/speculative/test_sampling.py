@@ -137,6 +137,24 @@ def test_drafts_cut_by_confidence_leave_the_distribution(
     check_distribution(base, sequences, shaping)
 
 
+def test_logits_of_heads_that_overflow_leave_the_tokens(base: lm.CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN after some of the tokens, as in float16: samples of a chain, and greedy tokens of a tree that grows."""
+    model, generator = heads_on(base, "EAGLE-3"), torch.Generator().manual_seed(5)
+    project_with = lm.Eagle3Model.project_with
+
+    def overflowing(self: Any, dtype: torch.dtype) -> Any:
+        project = project_with(self, dtype)
+        return lambda hidden: project(hidden).masked_fill((1e3 * hidden[..., :1]).sin() > 0.3, torch.nan)
+
+    monkeypatch.setattr(lm.Eagle3Model, "project_with", overflowing)
+    options: dict[str, Any] = {"do_sample": True, "num_return_sequences": SAMPLES, "pad_token_id": 0, **SHAPINGS[1]}
+    sampled = model.generate(PROMPTS, NEW, tree=chain(3), generator=generator, return_stats=True, **options)
+    assert 1.05 < sampled.tokens_per_step < 3
+    check_distribution(base, sampled.sequences, SHAPINGS[1])
+    grown = model.generate(PROMPTS, 14, tree=DynamicTree(3, 3, 4), pad_token_id=0)
+    assert torch.equal(grown, base.generate(PROMPTS, 14, pad_token_id=0))
+
+
 class Perfect(Drafter):
     """Drafts by the model itself, without a cache."""
 
