@@ -33,7 +33,7 @@ from ligermodels.training.example_padding import ExamplePadding
 from ligermodels.training.recording import RecordableOptimizer, Recording, unrecordable_reasons
 from ligermodels.training.reports import OutputMetrics
 from ligermodels.training.row_padding import RowPadding
-from ligermodels.training.step import EagerStep, Options, Parts, StepResult, Trainable
+from ligermodels.training.step import EagerStep, Options, Parts, StepResult, Trainable, check_parts
 
 CudaGraph = Literal["auto", "on", "off"]
 
@@ -105,6 +105,7 @@ class GraphStep:
         """Take a step; see `graph_step`."""
         if self._is_off:
             return self._step(parts, options)
+        check_parts(parts)
         try:
             return self._take(parts, options)
         except _CannotRecord as error:
@@ -158,8 +159,8 @@ def _unfit(step: EagerStep, parts: Parts, options: Options) -> str:
         return "torch.autocast is on, and a graph would keep the casts of weights that it caches"
     if any(getattr(value, "requires_grad", False) for inputs in (*parts, options) for value in inputs.values()):
         return "an input requires a gradient, which a graph would compute for its copy"
-    if not parts or any("labels" not in part for part in parts):
-        return "there are no micro-batches, or one has no labels"
+    if any("labels" not in part for part in parts):
+        return "a micro-batch has no labels"
     return ""
 
 

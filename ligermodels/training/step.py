@@ -118,6 +118,7 @@ class EagerStep:
     def backward(self, parts: Parts, options: Options) -> StepResult:
         """Compute the clipped gradients of the micro-batches, without the optimizer's update. An optimizer that steps
         in the backward pass has then updated the parameters."""
+        check_parts(parts)
         if self.in_backward and len(parts) > 1:
             raise InputError(
                 f"accumulation_steps: there are {len(parts)} micro-batches, and the optimizer updates parameters in "
@@ -142,6 +143,18 @@ class EagerStep:
             return norm_of_norms(norms).to(self.device)
         parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
         return clip_gradients(parameters, self._max_grad_norm)
+
+
+def check_parts(parts: Parts) -> None:
+    """Raise InputError unless there are micro-batches, of tensors only."""
+    if not parts:
+        raise InputError("micro_batches: there are none; give at least one")
+    for name, value in (item for part in parts for item in part.items()):
+        if not isinstance(value, Tensor):
+            raise InputError(
+                f"{name}: a micro-batch has tensors only, got {short(value)}; leave out what is None, and give other "
+                "arguments of the model as options of the step"
+            )
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:

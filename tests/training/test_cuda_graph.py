@@ -329,6 +329,21 @@ def test_an_error_leaves_no_gradient_for_the_next_step() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("graphed", [False, True])
+def test_micro_batches_that_are_none_or_no_tensors_are_refused(graphed: bool) -> None:
+    model, batch = llama(), next(batches())
+    eager = EagerStep(model, FusedAdamW(model.parameters()), 1.0)
+    step: Any = GraphStep(eager) if graphed else lambda parts: eager(parts, {})
+    wrong: list[tuple[Any, str]] = [
+        ([], "micro_batches: there are none"),
+        ([batch, {**batch, "position_ids": None}], "position_ids: a micro-batch has tensors only, got None"),
+        ([{**batch, "z_loss": 0.1}], "z_loss: a micro-batch has tensors only, got 0.1; .* as options of the step"),
+    ]
+    for parts, message in wrong:
+        with pytest.raises(InputError, match=message):
+            step(parts)
+
+
 @pytest.mark.parametrize("norm", [0.0, -1.0, float("nan"), "1"])
 def test_a_largest_norm_that_is_not_above_0_is_refused(norm: Any) -> None:
     """A norm below 0 would turn the gradient round."""
