@@ -7,23 +7,21 @@ short batches. `docs/cuda-graphs.md` has measurements.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ligermodels.data.batches import Batch
 from ligermodels.errors import GraphWarning, InputError
 from ligermodels.generation.graph import Graphed, waits_for
-from ligermodels.layers import Block, Router
+from ligermodels.layers import Block
 from ligermodels.layers.checkpointing import drops
 from ligermodels.layers.modules import modules_of
 from ligermodels.layers.sharding import reshard
-from ligermodels.layers.targets import IGNORE_INDEX
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.ops.runtime.dispatch import as_recorded
 from ligermodels.ops.runtime.library import is_dtensor
@@ -34,7 +32,8 @@ from ligermodels.training.blockwise_state import local_tensor
 from ligermodels.training.example_padding import ExamplePadding
 from ligermodels.training.recording import RecordableOptimizer, Recording, unrecordable_reasons
 from ligermodels.training.reports import OutputMetrics
-from ligermodels.training.step import EagerStep, Options, Parts, StepResult, Trainable
+from ligermodels.training.row_padding import RowPadding
+from ligermodels.training.step import EagerStep, Options, Parts, StepResult, Trainable, check_parts
 
 CudaGraph = Literal["auto", "on", "off"]
 
@@ -96,7 +95,7 @@ class GraphStep:
     def __init__(self, step: EagerStep) -> None:
         self._step = step
         sequences = getattr(step.model, "sequences_per_item", None)
-        self._pad = _RowPadding(step.module) if sequences is None else ExamplePadding(sequences)
+        self._pad = RowPadding(step.module) if sequences is None else ExamplePadding(sequences)
         self._graphs: dict[Any, _RecordedStep] = {}
         self._state: Any = None
         self._pool = torch.cuda.graph_pool_handle() if step.device.type == "cuda" else None
@@ -106,6 +105,7 @@ class GraphStep:
         """Take a step; see `graph_step`."""
         if self._is_off:
             return self._step(parts, options)
+        check_parts(parts)
         try:
             return self._take(parts, options)
         except _CannotRecord as error:
@@ -117,7 +117,7 @@ class GraphStep:
     def _take(self, parts: Parts, options: Options) -> StepResult:
         if self._is_sharded:
             reshard(self._step.module)  # a graph gathers every parameter
-        inputs, recorded, reason = None, None, _unfit(self._step, parts)
+        inputs, recorded, reason = None, None, _unfit(self._step, parts, options)
         if not reason:
             inputs = _Inputs.of(self._pad(parts), options)
             if self._graphs and self._state != _state_of(self._step):
@@ -151,33 +151,39 @@ class _Need(IntEnum):
     EAGER = 2
 
 
-def _unfit(step: EagerStep, parts: Parts) -> str:
+def _unfit(step: EagerStep, parts: Parts, options: Options) -> str:
     """Why this step cannot be taken by a graph; "" if it can."""
     if any(parameter.grad is not None for parameter in step.model.parameters()):
         return "there are gradients of an earlier backward pass"
-    if not parts or any("labels" not in part for part in parts):
-        return "there are no micro-batches, or one has no labels"
+    if torch.is_autocast_enabled(step.device.type):
+        return "torch.autocast is on, and a graph would keep the casts of weights that it caches"
+    if any(getattr(value, "requires_grad", False) for inputs in (*parts, options) for value in inputs.values()):
+        return "an input requires a gradient, which a graph would compute for its copy"
+    if any("labels" not in part for part in parts):
+        return "a micro-batch has no labels"
     return ""
 
 
 @torch.no_grad()  # to_local of each tensor would otherwise be an autograd function, milliseconds of each step
 def _state_of(step: EagerStep) -> Any:
     """What a graph takes for constant, beside its inputs: addresses of parameters and states, which parameters are
-    trained, settings of the optimizer, whether modules are in training mode, addresses of buffers, and the weights of
-    routers' losses."""
-    groups = step.optimizer.param_groups
+    trained, settings of the optimizer, settings of modules (training mode, dropout, weights of routers' losses), and
+    addresses of buffers."""
+    groups, modules = step.optimizer.param_groups, [vars(module) for module in step.module.modules()]
     states = (step.optimizer.state.get(p, {}) for group in groups for p in group["params"])
     return (
         [(local_tensor(p).data_ptr(), p.requires_grad) for p in step.model.parameters()],
         [local_tensor(x).data_ptr() for state in states for x in state.values() if isinstance(x, Tensor)],
         [{name: value for name, value in group.items() if name not in _RATES} for group in groups],
         [len(group["params"]) for group in groups],
-        [module.training for module in step.module.modules()],
+        [value for module in modules for value in module.values() if isinstance(value, _PLAIN)],
+        [module.get("config") for module in modules],
         [buffer.data_ptr() for buffer in step.module.buffers()],
-        [(m.router_z_loss_coef, m.config.router_aux_loss_coef) for m in modules_of(step.module, CausalLM)],
     )
 
 
+_PLAIN = (int, float, str)
+"""Types of the attributes that are settings of a module."""
 _RATES = ("params", "lr", "initial_lr", "weight_decay")
 """Options of groups that may change from step to step: see `RecordableOptimizer`."""
 
@@ -286,45 +292,6 @@ def _dry_run(step: EagerStep, parts: Parts, options: Options) -> Recording:
     return numbers
 
 
-class _RowPadding:
-    """Pads packed rows."""
-
-    grows = False
-
-    def __init__(self, module: nn.Module) -> None:
-        # A mixture's load-balancing loss would count padding.
-        self._pads_tokens = not modules_of(module, Router)
-
-    def __call__(self, parts: Parts) -> list[dict[str, Tensor]]:
-        return [_padded(part, self._pads_tokens) for part in parts]
-
-
-def _padded(part: Mapping[str, Tensor], pads_tokens: bool) -> dict[str, Tensor]:
-    """A packed micro-batch with one of few shapes.
-
-    Args:
-        part: the micro-batch.
-        pads_tokens: whether a document without targets may follow, up to a multiple of at most a sixteenth of the row.
-
-    Returns:
-        The micro-batch; empty documents follow the last one.
-    """
-    if "cu_seqlens" not in part:
-        return dict(part)
-    ids, labels, bounds = (part.get(name) for name in _PACKED)
-    total = cast(Tensor, labels).shape[1]
-    missing = -total % (1 << max(total.bit_length() - 5, 0)) if pads_tokens and part.keys() == set(_PACKED) else 0
-    padded = dict(part)
-    if missing:
-        padded["input_ids"] = F.pad(cast(Tensor, ids), (0, missing))
-        padded["labels"] = F.pad(cast(Tensor, labels), (0, missing), value=IGNORE_INDEX)
-    bounds = F.pad(cast(Tensor, bounds), (0, 1), value=total + missing)
-    length = max(16, 1 << (len(bounds) - 1).bit_length())
-    padded["cu_seqlens"] = F.pad(bounds, (0, length - len(bounds)), value=total + missing)
-    return padded
-
-
-_PACKED = ("input_ids", "labels", "cu_seqlens")
 _NUMBERS = ("num_items_in_batch", "heads_loss_weight")
 """Options that change from step to step, and may be tensors."""
 
@@ -337,6 +304,11 @@ def refusal(step: EagerStep, parts: Parts) -> str:
             return "parameters are sharded without a plan (lm.parallelize)"
         if reason := plan_refusal(spread.plan):
             return reason
+    trained = {id(parameter) for group in step.optimizer.param_groups for parameter in group["params"]}
+    if any(p.requires_grad and id(p) not in trained for p in step.model.parameters()):
+        return (
+            "the optimizer does not have all parameters that require a gradient; call requires_grad_(False) of others"
+        )
     if not isinstance(step.optimizer, RecordableOptimizer):
         return f"{type(step.optimizer).__name__} does not support it: it has no `recording` (see RecordableOptimizer)"
     for name in ("attention_mask", "position_ids"):

@@ -28,7 +28,7 @@ class FusedAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` in one kernel launch for many parameters, with the same states and state dict.
 
     Sharded parameters (DTensor) are updated shard by shard; make the optimizer after the model is sharded. amsgrad,
-    maximize and capturable are not implemented.
+    maximize, capturable and differentiable are not implemented, nor are sparse gradients.
 
     bfloat16 parameters may be rounded stochastically, which is exact on average. Rounding to nearest, as in torch,
     loses every update below half a unit in the last place (1/512 of the weight), and with a high beta2 the second
@@ -45,6 +45,8 @@ class FusedAdamW(torch.optim.AdamW):
     backward_norms: dict[int, Tensor] | None = None
     """With `step_in_backward`: index of a parameter -> norm of its last gradient since `zero_grad`."""
     _handles: Sequence[RemovableHandle] = ()
+    options_of_all: Sequence[str] = ("rounding", "seed", "state_bits")
+    """Options of the optimizer that a parameter group cannot have."""
     traces_backward = False  # while a CUDA graph is prepared: the backward pass frees gradients and updates nothing
 
     def __init__(
@@ -102,8 +104,14 @@ class FusedAdamW(torch.optim.AdamW):
         super().__init_subclass__()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group. Raises InputError for an option that is out of range or not implemented."""
+        """Add a parameter group. Raises InputError for an option that is out of range, not implemented, or not one of
+        groups."""
         _check_group(param_group)
+        for name in self.options_of_all:
+            if name in param_group:
+                raise InputError(f"{name}: is the same for all groups; give it to {type(self).__name__} instead")
+        if not param_group.get("decoupled_weight_decay", True):  # state dicts of Adam have it, and torch ignores it
+            raise InputError("decoupled_weight_decay: FusedAdamW does not implement False; use torch.optim.Adam")
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -189,10 +197,10 @@ class FusedAdamW(torch.optim.AdamW):
         def update(parameter: Tensor, index: int, group: int) -> None:
             if (this := optimizer()) is None or parameter.grad is None:  # None if hooks were registered twice
                 return
+            this.start_state(parameter, index)
             if this.backward_norms is not None:
                 this.backward_norms[index] = torch.linalg.vector_norm(parameter.grad.detach())
             if not this.traces_backward:
-                this.start_state(parameter, index)
                 this.update_parameters([(index, parameter)], this.param_groups[group])
             parameter.grad = None
 
@@ -215,7 +223,12 @@ class FusedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def start_state(self, parameter: Tensor, index: int) -> None:
-        """Create the state of a parameter that has none."""
+        """Create the state of a parameter that has none. Raises InputError for a sparse gradient."""
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise InputError(
+                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, which "
+                f"{type(self).__name__} does not implement; use sparse=False, or torch.optim.SparseAdam for it"
+            )
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0, device="cpu")  # not on torch's default device
@@ -315,6 +328,6 @@ def _check_group(group: Any) -> None:
         raise InputError(f"betas: must be two numbers, got {short(betas)}")
     if any(not isinstance(beta, Tensor) and check_number("betas", beta) >= 1 for beta in betas):
         raise InputError(f"betas: must be below 1, got {short(betas)}")
-    for name in ("amsgrad", "maximize", "capturable"):
+    for name in ("amsgrad", "maximize", "capturable", "differentiable"):
         if group.get(name):
             raise InputError(f"{name}: FusedAdamW does not implement it; use torch.optim.AdamW")

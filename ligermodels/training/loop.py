@@ -92,9 +92,7 @@ def train(
         1000
     """
     callbacks = [*callbacks, *callbacks_of(on_step, hooks, stop)]
-    _check_numbers(
-        callbacks, max_grad_norm, steps=steps, accumulation_steps=accumulation_steps, report_every=report_every
-    )
+    _check_counts(callbacks, steps=steps, accumulation_steps=accumulation_steps, report_every=report_every)
     eager_step = EagerStep(model, optimizer, max_grad_norm, output_metrics, router_bias_update_rate)
     take_step: Callable[..., StepResult] | None = None
     device, ranks = eager_step.device, eager_step.ranks
@@ -155,12 +153,10 @@ def _should_stop(callbacks: Iterable[Callback]) -> bool:
     return any([callback.should_stop() for callback in callbacks])  # a list: every callback is asked
 
 
-def _check_numbers(callbacks: Iterable[Callback], max_grad_norm: float | None, **counts: int) -> None:
+def _check_counts(callbacks: Iterable[Callback], **counts: int) -> None:
     periods = [(f"{type(each).__name__}.every", each.every) for each in callbacks if each.every is not None]
     for name, count in (*counts.items(), *periods):
         check_count(name, count)
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise InputError(f"max_grad_norm: must be above 0, or None not to clip, got {max_grad_norm}")
 
 
 class ContextLengthCheck:

@@ -74,6 +74,8 @@ class Muon(FusedAdamW):
         >>> optimizer.step()
     """
 
+    options_of_all = (*FusedAdamW.options_of_all, "matrices", "ns_steps", "adjust_lr_fn")
+
     def __init__(
         self,
         params: Any,
@@ -99,8 +101,9 @@ class Muon(FusedAdamW):
             eps: AdamW: added to the square root of the second moment.
             weight_decay: decoupled weight decay, of all parameters of a group.
             matrices: the parameters that Muon updates, with the rows of each of their matrices: see `hidden_matrices`.
-            momentum: decay rate of the momentum.
-            nesterov: whether the momentum is Nesterov's.
+            momentum: decay rate of the momentum. A group may have another, also from step to step, as in
+                torch.optim.Muon: `group["momentum"] = 0.9`.
+            nesterov: whether the momentum is Nesterov's; groups may differ.
             ns_steps: iterations of Newton-Schulz.
             adjust_lr_fn: factor of the learning rate of a matrix with A rows and B columns. "match_rms_adamw":
                 0.2 sqrt(max(A, B)), for learning rates of AdamW (Liu et al., 2025, https://arxiv.org/abs/2502.16982).
@@ -114,8 +117,7 @@ class Muon(FusedAdamW):
             InputError: a number is out of range, a name is unknown, a parameter in `matrices` has neither 2 nor 3
                 dimensions, none of them is in `params`, or no parameter requires a gradient.
         """
-        if check_number("momentum", momentum) >= 1:
-            raise InputError(f"momentum: must be below 1, got {momentum}")
+        _check_momentum(momentum)
         if adjust_lr_fn not in ("match_rms_adamw", "original"):
             raise InputError(f"adjust_lr_fn: must be 'match_rms_adamw' or 'original', got {adjust_lr_fn!r}")
         super().__init__(params, lr, betas, eps, weight_decay, rounding=rounding, seed=seed, state_bits=state_bits)
@@ -136,6 +138,10 @@ class Muon(FusedAdamW):
             )
         self.defaults |= {"momentum": momentum, "nesterov": nesterov}
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        _check_momentum(param_group.get("momentum", 0.0))
+
     def step_in_backward(self) -> list[RemovableHandle]:
         """As `FusedAdamW.step_in_backward`. Raises InputError for sharded parameters, which every rank gathers."""
         if any(is_dtensor(parameter) for _, _, parameter in self.indexed_parameters()):
@@ -150,6 +156,8 @@ class Muon(FusedAdamW):
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """As `FusedAdamW.check_state`. Raises InputError also for a momentum with codes of an earlier version."""
         super().check_state(state_dict)
+        for group in state_dict["param_groups"]:
+            _check_momentum(group.get("momentum", 0.0))
         if any(MOMENTUM + CODES in state for state in state_dict["state"].values()):
             raise InputError(
                 f"{MOMENTUM + CODES}: is a momentum in 8 bits with the codes of an earlier version; its run cannot be "
@@ -188,8 +196,8 @@ class Muon(FusedAdamW):
         direction = momentum_step(
             local_tensor(parameter.grad),
             average_of(state, MOMENTUM if MOMENTUM in state else MOMENTUM_8),
-            beta=self.defaults["momentum"],
-            nesterov=self.defaults["nesterov"],
+            beta=group.get("momentum", self.defaults["momentum"]),
+            nesterov=group.get("nesterov", self.defaults["nesterov"]),
             key=key,
             shard=shard,
         )
@@ -238,6 +246,11 @@ class _Matrices:
         for rows, part, factor in zip(self._rows, parts, self._factors, strict=True):
             result.index_copy_(-2, rows, part if factor == 1 else part * factor)
         return result
+
+
+def _check_momentum(momentum: Any) -> None:
+    if check_number("momentum", momentum) >= 1:
+        raise InputError(f"momentum: must be below 1, got {momentum}")
 
 
 def _factor(rows: int, columns: int, adjust_lr_fn: AdjustLR) -> float:

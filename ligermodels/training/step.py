@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ligermodels.arguments import check_number
+from ligermodels.arguments import check_number, is_number
 from ligermodels.data.batches import CountsTargets, on_device
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, short
 from ligermodels.layers.sharding import check_not_freed, gathered, reshard
 from ligermodels.ops.runtime.library import is_dtensor
 from ligermodels.parallel.ranks import DataRanks
@@ -58,9 +58,9 @@ class EagerStep:
             `tokens_per_expert` of the metrics: see `update_router_bias`; 0 for none.
 
     Raises:
-        InputError: with an optimizer that steps in the backward pass: `max_grad_norm`, or (when called) several
-            micro-batches. An optimizer of parameters that FSDP2 had gathered when it was made. A
-            `router_bias_update_rate` that is negative, or for routers without a selection bias.
+        InputError: a `max_grad_norm` that is no number above 0. With an optimizer that steps in the backward pass: any
+            `max_grad_norm`, or (when called) several micro-batches. An optimizer of parameters that FSDP2 had gathered
+            when it was made. A `router_bias_update_rate` that is negative, or for routers without a selection bias.
     """
 
     def __init__(
@@ -88,6 +88,8 @@ class EagerStep:
                 f"max_grad_norm: is {max_grad_norm}, and the optimizer updates parameters in the backward pass "
                 "(step_in_backward), before the norm of all gradients is known; give max_grad_norm=None"
             )
+        if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
+            raise InputError(f"max_grad_norm: must be above 0, or None not to clip, got {short(max_grad_norm)}")
         self._max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
         self._output_metrics = output_metrics or (lambda out: OutputMetrics())
 
@@ -99,11 +101,13 @@ class EagerStep:
             options: further keyword arguments of the model.
 
         Returns:
-            The results. No parameter has a gradient afterwards.
+            The results. No parameter has a gradient afterwards, also after an error: the next step would add it.
         """
-        result = self.backward(parts, options)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            result = self.backward(parts, options)
+            self.optimizer.step()
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
         if self._router_bias_update_rate:
             counts = result.metrics.tokens_per_expert
             if counts is None:
@@ -114,6 +118,7 @@ class EagerStep:
     def backward(self, parts: Parts, options: Options) -> StepResult:
         """Compute the clipped gradients of the micro-batches, without the optimizer's update. An optimizer that steps
         in the backward pass has then updated the parameters."""
+        check_parts(parts)
         if self.in_backward and len(parts) > 1:
             raise InputError(
                 f"accumulation_steps: there are {len(parts)} micro-batches, and the optimizer updates parameters in "
@@ -138,6 +143,18 @@ class EagerStep:
             return norm_of_norms(norms).to(self.device)
         parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
         return clip_gradients(parameters, self._max_grad_norm)
+
+
+def check_parts(parts: Parts) -> None:
+    """Raise InputError unless there are micro-batches, of tensors only."""
+    if not parts:
+        raise InputError("micro_batches: there are none; give at least one")
+    for name, value in (item for part in parts for item in part.items()):
+        if not isinstance(value, Tensor):
+            raise InputError(
+                f"{name}: a micro-batch has tensors only, got {short(value)}; leave out what is None, and give other "
+                "arguments of the model as options of the step"
+            )
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -232,6 +233,11 @@ def refused(kind: str) -> tuple[Any, FusedAdamW, dict[str, torch.Tensor]]:
     model = lora() if kind == "dropout" else llama()
     batch: dict[str, torch.Tensor] = dict(next(batches()))
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if kind == "an input requires a gradient":
+        del batch["cu_seqlens"]
+        batch["inputs_embeds"] = torch.ones(*batch.pop("input_ids").shape, 64, dtype=torch.bfloat16).requires_grad_()
+    if kind == "the optimizer does not have all parameters":
+        parameters = [*model.decoder.blocks.parameters()]
     optimizer: Any = torch.optim.SGD(parameters) if kind == "SGD" else FusedAdamW(parameters)
     if kind in ("dropout", "offload"):
         model.activation_checkpointing = "offload" if kind == "offload" else "full"
@@ -241,7 +247,13 @@ def refused(kind: str) -> tuple[Any, FusedAdamW, dict[str, torch.Tensor]]:
     return model, optimizer, batch
 
 
-@pytest.mark.parametrize("kind", ["SGD", "dropout", "attention_mask", "offload"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "SGD", "dropout", "attention_mask", "offload", "an input requires a gradient",
+        "the optimizer does not have all parameters",
+    ],
+)  # fmt: skip
 def test_what_cannot_be_recorded_is_said_once_and_runs(kind: str) -> None:
     model, optimizer, batch = refused(kind)
     before = [p.detach().clone() for p in model.parameters()]
@@ -273,6 +285,83 @@ def test_what_changes_after_recording_counts() -> None:
             step([batch], z_loss=1e-4)
         ends.append(dict(model.named_parameters()))
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def changed(setting: str, model: lm.CausalLM, optimizer: FusedAdamW) -> None:
+    if setting == "dropout":
+        update: Any = model.decoder.blocks[0].mlp.down.update  # type: ignore[union-attr]
+        update.dropout = 0.5
+    elif setting == "z loss":
+        model.router_z_loss_coef = 0.1
+    elif setting == "softcap":
+        model.head.config = replace(model.head.config, softcap=7.0)
+    else:
+        optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+
+
+@pytest.mark.parametrize("setting", ["dropout", "z loss", "softcap", "betas"])
+def test_settings_that_change_after_recording_record_again(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once; a graph that was recorded with the former settings would go on with them."""
+    recorded: list[Any] = []
+
+    class Counted(cuda_graph._RecordedStep):
+        def __init__(self, *args: Any) -> None:
+            recorded.append(self)
+            super().__init__(*args)
+
+    monkeypatch.setattr(cuda_graph, "_RecordedStep", Counted)
+    model = lora()
+    optimizer = FusedAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    step, batch = GraphStep(EagerStep(model, optimizer)), next(batches())
+    for index in range(4):
+        if index == 2:
+            changed(setting, model, optimizer)
+        step([batch])
+        assert len(recorded) == 1 + index // 2
+
+
+def test_an_error_leaves_no_gradient_for_the_next_step() -> None:
+    """Of the micro-batches before the wrong one."""
+    model, batch = llama(), next(batches())
+    step = EagerStep(model, FusedAdamW(model.parameters()), None)
+    with pytest.raises(InputError, match="wrong: no such argument"):
+        step([batch, {**batch, "wrong": batch["labels"]}], {})
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+def test_micro_batches_that_are_none_or_no_tensors_are_refused(graphed: bool) -> None:
+    model, batch = llama(), next(batches())
+    eager = EagerStep(model, FusedAdamW(model.parameters()), 1.0)
+    step: Any = GraphStep(eager) if graphed else lambda parts: eager(parts, {})
+    wrong: list[tuple[Any, str]] = [
+        ([], "micro_batches: there are none"),
+        ([batch, {**batch, "position_ids": None}], "position_ids: a micro-batch has tensors only, got None"),
+        ([{**batch, "z_loss": 0.1}], "z_loss: a micro-batch has tensors only, got 0.1; .* as options of the step"),
+    ]
+    for parts, message in wrong:
+        with pytest.raises(InputError, match=message):
+            step(parts)
+
+
+@pytest.mark.parametrize("norm", [0.0, -1.0, float("nan"), "1"])
+def test_a_largest_norm_that_is_not_above_0_is_refused(norm: Any) -> None:
+    """A norm below 0 would turn the gradient round."""
+    model = llama()
+    with pytest.raises(InputError, match="max_grad_norm: must be above 0, or None not to clip, got"):
+        graph_step(model, FusedAdamW(model.parameters()), max_grad_norm=norm)
+
+
+def test_casts_that_autocast_caches_are_not_recorded() -> None:
+    """A replay would not cast the weights again."""
+    model = llama().float()
+    step, batch = graph_step(model, FusedAdamW(model.parameters())), next(batches())
+    step([batch])
+    with (
+        pytest.warns(GraphWarning, match="steps run without a CUDA graph: torch.autocast is on"),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        step([batch])
 
 
 def test_gradients_of_an_earlier_backward_pass_count() -> None:

@@ -151,6 +151,45 @@ def test_one_matrix_is_that_of_torch(adjust: Any) -> None:
         assert torch.equal(ours, inside)
 
 
+def test_momentum_of_a_group_is_that_of_torch() -> None:
+    """Also where it changes from step to step, and of loaded groups."""
+    parameters = [[nn.Parameter(torch.ones(24, 24).tril() + i) for i in range(2)] for _ in range(2)]
+    rows = (torch.arange(24),)
+    groups = [[{"params": [a], "momentum": 0.5}, {"params": [b], "nesterov": False}] for a, b in parameters]
+    options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "adjust_lr_fn": "original"}
+    optimizers: list[torch.optim.Optimizer] = [
+        Muon(groups[0], matrices={p: rows for p in parameters[0]}, **options), torch.optim.Muon(groups[1], **options)
+    ]  # fmt: skip
+    for step in range(4):
+        for ps, optimizer in zip(parameters, optimizers, strict=True):
+            generator = torch.Generator().manual_seed(step)
+            for p in ps:
+                p.grad = torch.randn(p.shape, generator=generator)
+            optimizer.param_groups[1]["momentum"] = 0.2 * step
+            if step == 2:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer.step()
+    for ours, theirs in zip(*parameters, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0.02 * 0.05)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"momentum": 1.0}, "momentum: must be below 1"),
+        ({"ns_steps": 3}, "ns_steps: is the same for all groups; give it to Muon instead"),
+        ({"rounding": "stochastic"}, "rounding: is the same for all groups"),
+        ({"state_bits": 8}, "state_bits: is the same for all groups"),
+        ({"decoupled_weight_decay": False}, "decoupled_weight_decay: FusedAdamW does not implement False"),
+        ({"differentiable": True}, "differentiable: FusedAdamW does not implement it"),
+    ],
+)
+def test_options_that_a_group_cannot_have_are_refused(option: dict[str, Any], message: str) -> None:
+    """They were ignored."""
+    with pytest.raises(InputError, match=message):
+        Muon([{"params": [nn.Parameter(torch.zeros(4, 4))], **option}], matrices={})
+
+
 def test_bad_arguments() -> None:
     p = nn.Parameter(torch.zeros(4, 4))
     vector = nn.Parameter(torch.zeros(4))

@@ -391,6 +391,17 @@ def test_adamw_rounds_as_it_is_told() -> None:
     assert changed["nearest"] == 0 and 0 < changed["stochastic"] < p.numel()
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_sparse_gradient_is_refused(in_backward: bool) -> None:
+    embedding = nn.Embedding(10, 4, sparse=True)
+    optimizer = FusedAdamW(embedding.parameters())
+    if in_backward:
+        optimizer.step_in_backward()
+    with pytest.raises(InputError, match=r"of shape \(10, 4\) is sparse, which FusedAdamW does not implement"):
+        embedding(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+
+
 def test_bad_arguments() -> None:
     p = nn.Parameter(torch.zeros(4, 4))
     for make in (
