@@ -17,7 +17,14 @@ from ligermodels.adapt.adapter_config import adapter_config
 from ligermodels.adapt.adapter_layers import adapted_paths, adapter_of_file
 from ligermodels.adapt.expert_files import check_expert_format, converted, expert_mappings
 from ligermodels.adapt.lora import AnyLoRA, Model, check_adaptable, insert, require_lora
-from ligermodels.adapt.saved_modules import module_paths, saved_values, set_modules, stored_vocab_size, written_modules
+from ligermodels.adapt.saved_modules import (
+    module_paths,
+    saved_values,
+    set_modules,
+    stored_vocab_size,
+    whole_tensors,
+    written_modules,
+)
 from ligermodels.adapt.targets import expert_targets, layouts_of, targets, transformers_layout
 from ligermodels.adapt.token_rows import NAME as TOKEN_ROWS
 from ligermodels.adapt.token_rows import distinct, fold_rows, vocab_size_with_rows
@@ -85,7 +92,7 @@ def save_adapter(
     """
     updates = require_lora(model, "save_adapter")
     reshard(model)
-    tensors = {**lora_tensors(updates), **dict(model.named_parameters(remove_duplicate=False))}
+    tensors = {**lora_tensors(updates), **whole_tensors(model)}
     options: dict[str, Any] = {"expert_format": expert_format, "overwrite": overwrite}
     write_adapter(model, updates, tensors, folder, modules=model.modules_to_save, **options)
 
@@ -185,7 +192,8 @@ def load_adapter(
         ConfigError: adapter_config.json is missing, or a field has a value that native LoRA does not support; the
             message names it: another `peft_type`, DoRA, biases, ... Or the adapter's base model is of another family.
         CheckpointError: tensors are missing, damaged, of other layers or of the wrong shape; the message names them.
-        InputError: the model has LoRA already, or is sharded; or an argument has the wrong type.
+        InputError: the model has LoRA already, or is sharded; an argument has the wrong type; or the adapter has new
+            tokens and the head is quantised.
 
     Examples:
         >>> model = lm.from_pretrained("meta-llama/Llama-3.1-8B", dtype=torch.bfloat16)  # doctest: +SKIP

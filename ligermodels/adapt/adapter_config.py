@@ -35,6 +35,8 @@ READ = frozenset((
     "alpha_pattern", "bias", "init_lora_weights", "lora_alpha", "lora_dropout", "peft_type", "r", "rank_pattern",
     "trainable_token_indices", "use_rslora",
 ))  # fmt: skip
+LARGEST_ID = 2**31
+"""No vocabulary has as many tokens."""
 INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Initialisations that do not change the base weights."""
 PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
@@ -150,9 +152,14 @@ def _is_names(value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
 
 
+def _is_dropout(value: Any) -> bool:
+    return value is None or (is_number(value) and 0 <= value < 1)
+
+
 def _is_ids(value: Any) -> bool:
     """Whether a value is a list of different token ids."""
-    return is_list_of(value, is_int) and len(set(value)) == len(value) and min(value, default=0) >= 0
+    distinct = is_list_of(value, is_int) and len(set(value)) == len(value)
+    return distinct and min(value, default=0) >= 0 and max(value, default=0) < LARGEST_ID
 
 
 def _is_ids_by_name(value: Any) -> bool:
@@ -169,6 +176,7 @@ FORMS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     ),
     "modules_to_save": (None, _is_names, "must be a list of names"),
     FIELD: (None, _is_ids_by_name, "must be a list of different token ids from 0 on, or an object of such lists"),
+    "lora_dropout": (0.0, _is_dropout, "must be a number in [0, 1)"),
     "use_rslora": (None, lambda value: value is None or isinstance(value, bool), "must be true or false"),
 }
 """Field -> its default, whether a value is read, and the reason of an error."""

@@ -135,7 +135,8 @@ def merge_lora(model: Model, *, dequantize: bool = False) -> Model:
         `model`.
 
     Raises:
-        InputError: the model has no LoRA, or is sharded.
+        InputError: the model has no LoRA, or is sharded; or an update has values that are not finite. The model is not
+            changed.
 
     Examples:
         >>> lm.merge_lora(model).save_pretrained("merged/")  # doctest: +SKIP
@@ -144,16 +145,27 @@ def merge_lora(model: Model, *, dequantize: bool = False) -> Model:
     updates = require_lora(model, "merge_lora")
     if is_sharded(model):
         raise InputError("merge_lora: the model is sharded; save_adapter, then load it into a whole model and merge")
+    _check_finite(updates)
     for name in updates:
         layer: Any = model.get_submodule(name)
         layer.merge_update(model.dtype if dequantize else None)
     if dequantize:
         for layer in quantized_layers(model).values():  # layers without LoRA
             layer.make_dense(model.dtype)
-    for mapping in model.modules_to_save:
-        model.get_parameter(mapping.target).requires_grad_(False)
+    train_modules(model, model.modules_to_save, False)
     model.modules_to_save = ()
     return model
+
+
+def _check_finite(updates: Mapping[str, AnyLoRA]) -> None:
+    """Raise InputError, before a weight is changed, for an update with NaN or infinity."""
+    for name, update in updates.items():
+        for own, parameter in update.lora_parameters().items():
+            if not parameter.is_meta and not parameter.detach().isfinite().all():
+                raise InputError(
+                    f"merge_lora: {name}.update.{own} has values that are not finite, which would replace the weights; "
+                    "merge an earlier checkpoint, or train again with a lower learning rate"
+                )
 
 
 def new_updates(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ligermodels.adapt.exclusion import Exclusion
 from ligermodels.adapt.lora import lora_layers
+from ligermodels.adapt.saved_modules import whole_tensors
 from ligermodels.arguments import QuantizedFormat, check_format
 from ligermodels.errors import InputError
 from ligermodels.layers import Linear, LMHead, MoE
@@ -81,8 +82,9 @@ def quantize(
         model.head.store(QuantizedCompute.of(model.head.weight, head))
         if model.config.head.tied:
             untie(model)
-    trained = [p for update in lora_layers(model).values() for p in update.parameters() if p.requires_grad]
-    trained += [p for p in map(model.get_parameter, _trained_whole(model)) if p.requires_grad]
+    trained: list[Tensor] = [p for each in lora_layers(model).values() for p in each.parameters() if p.requires_grad]
+    tensors = whole_tensors(model)
+    trained += [tensors[name] for name in _trained_whole(model) if tensors[name].requires_grad]
     model.requires_grad_(False)
     for parameter in trained:
         parameter.requires_grad_()
@@ -146,9 +148,11 @@ def dequantize(model: Model) -> Model:
     The weights stay frozen; `model.requires_grad_()` makes them trainable, and `save_pretrained` writes them. LoRA is
     not changed. A quantised head that was tied to the embedding keeps a weight of its own. Returns `model`.
 
-    Raises InputError if no layer is quantised.
+    Raises InputError if no layer is quantised, or the model is sharded: each rank would get whole weights.
     """
     check_native(model, "dequantize")
+    if is_sharded(model):
+        raise InputError("dequantize: the model is sharded; dequantise it first, then shard it")
     layers = quantized_layers(model)
     if not layers:
         raise InputError("dequantize: the model has no quantised weights")

@@ -30,7 +30,8 @@ def chosen_modules(
     Args:
         model: the model.
         names: ends of paths in transformers, as in PEFT: "norm" names every norm, "mlp" all layers of every MLP. Either
-            name of a tied weight stands for the weight. None for no modules.
+            name of a tied weight stands for the weight. None for no modules. Buffers of the modules (the bias
+            of a router) are saved with them, as in PEFT, and not trained.
         adapted: native names of modules with LoRA.
 
     Raises:
@@ -90,18 +91,24 @@ def _is_named(path: str, name: str) -> bool:
 
 def check_unquantized(model: CausalLM, modules: Iterable[WeightMapping], advice: str) -> None:
     """Raise InputError, with this advice, if the model has quantised one of the modules."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    if quantized := [mapping for mapping in modules if mapping.target not in parameters]:
+    tensors = whole_tensors(model)
+    if quantized := [mapping for mapping in modules if mapping.target not in tensors]:
         paths = ", ".join(module_paths(quantized))
         raise InputError(f"modules_to_save: {paths} are quantised; {advice}")
+
+
+def whole_tensors(model: CausalLM) -> dict[str, Tensor]:
+    """The parameters and buffers of a model by native name; a tied weight has both its names."""
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
 
 
 def stored_modules(
     layouts: Iterable[WeightMap], names: Collection[str], config: Mapping[str, Any]
 ) -> tuple[WeightMapping, ...]:
-    """The parameters that an adapter's file has whole, mapped to its tensors.
+    """The parameters and buffers that an adapter's file has whole, mapped to its tensors.
 
-    PEFT writes `modules_to_save`, and the embedding and head too if LoRA adapts them or the vocabulary has grown.
+    PEFT writes `modules_to_save` with their buffers (the bias of a router), and the embedding and head too if LoRA
+    adapts them or the vocabulary has grown.
 
     Args:
         layouts: weight maps of the model.
@@ -140,10 +147,10 @@ def saved_values(
         vocab_size: rows of the parameters that have a row for each token.
         device: device of the memory; by default those of the parameters.
     """
-    parameters, by_token = dict(model.named_parameters(remove_duplicate=False)), token_parameters(model)
+    tensors, by_token = whole_tensors(model), token_parameters(model)
     values: dict[str, Tensor] = {}
     for name in (mapping.target for mapping in modules):
-        old = parameters[name]
+        old = tensors[name]
         shape = (vocab_size, *old.shape[1:]) if name in by_token else old.shape
         values[name] = torch.empty(shape, dtype=old.dtype, device=device or old.device)
     return values
@@ -181,16 +188,19 @@ def set_modules(model: CausalLM, modules: Sequence[WeightMapping], values: Mappi
         if not torch.equal(values.get(EMBEDDING, tied), values.get(HEAD, tied)):
             untie(model)
             model.head.weight = nn.Parameter(tied.detach().clone(), requires_grad=False)
+    tensors = whole_tensors(model)
     for name, value in values.items():
-        model.get_parameter(name).detach().copy_(value)
+        tensors[name].detach().copy_(value)
     train_modules(model, modules, trains)
 
 
 def train_modules(model: CausalLM, modules: Sequence[WeightMapping], trains: bool = True) -> None:
-    """Note the modules that are saved whole, and set whether they require gradients."""
+    """Note the modules that are saved whole, and set whether their parameters require gradients."""
     model.modules_to_save = tuple(modules)
-    for mapping in modules:
-        model.get_parameter(mapping.target).requires_grad_(trains)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in (mapping.target for mapping in modules):
+        if name in parameters:
+            parameters[name].requires_grad_(trains)
 
 
 def written_modules(modules: Iterable[WeightMapping]) -> list[WeightMapping]:

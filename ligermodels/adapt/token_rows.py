@@ -170,7 +170,9 @@ def vocab_size_with_rows(model: CausalLM, updates: Mapping[str, Any], size: int)
     larger = max((max(ids) + 1 for ids in rows.values()), default=0)
     if larger <= size:
         return size
-    lacking = [name for name in ("decoder.embed", "head") if not {*range(size, larger)} <= {*rows.get(name, ())}]
+    # The ids of a module differ, so their number tells; a set of all new ids could be huge.
+    new = {name: sum(index >= size for index in ids) for name, ids in rows.items()}
+    lacking = [name for name in ("decoder.embed", "head") if new.get(name, 0) < larger - size]
     if lacking or model.config.per_layer_inputs is not None:
         raise CheckpointError(
             f"{ADAPTER_CONFIG}: field {FIELD!r} has ids up to {larger - 1:,}, and the base model has {size:,} tokens; "

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ligermodels.errors import InputError
+from ligermodels.layers.quantized import weight_codes
 from ligermodels.models.families import composed
 from ligermodels.models.untie import EMBEDDING, HEAD
 
@@ -30,7 +32,15 @@ def grow_vocabulary(model: CausalLM, size: int) -> None:
     Args:
         model: a model that is not sharded, with a plain embedding and head.
         size: number of tokens, at least the present number.
+
+    Raises InputError, before a change, if the head is quantised.
     """
+    if weight_codes(model.head) is not None:
+        raise InputError(
+            f"vocab_size: the adapter has {size:,} tokens and the quantised LM head {model.config.vocab_size:,}; load "
+            "the model without a format of its head, load the adapter, and then quantise by lm.quantize(model, kind, "
+            "head=kind)"
+        )
     made: dict[int, nn.Parameter] = {}  # a tied weight stays one
     for name, old in token_parameters(model).items():
         if id(old) not in made:

@@ -97,8 +97,12 @@ def export_adapter(
         step = steps[-1] if newest is None else newest[0]
     recipe = recipe if base is None else recipe.changed({"base": base})
     prepare = partial(prepare_lora, recipe)
-    model = Base.find(recipe).load(recipe, device="meta", attention="auto", prepare=prepare)
+    load = partial(Base.find(recipe).load, recipe, attention="auto", prepare=prepare)
+    model = load(device="meta")
     tensors = checkpoints.parameters(step, model)
+    if buffers := {mapping.target for mapping in model.modules_to_save} & dict(model.named_buffers()).keys():
+        base_tensors = dict(load(device="cpu").named_buffers())  # a run does not train them
+        tensors = {**tensors, **{name: base_tensors[name] for name in buffers}}
     options: dict[str, Any] = {"expert_format": expert_format, "overwrite": overwrite}
     write_adapter(model, lora_layers(model), tensors, out, modules=model.modules_to_save, **options)
     return step

@@ -327,6 +327,20 @@ def test_a_merged_weight_is_rounded_once() -> None:
     assert (layer.weight == wanted).double().mean() > 0.999
 
 
+@pytest.mark.parametrize("kind", [None, "int4"])
+def test_an_update_that_is_not_finite_is_merged_into_no_layer(kind: Any) -> None:
+    model = build() if kind is None else lm.quantize(build(), kind)
+    updates = lora_layers(model)
+    *_, (name, last) = updates.items()
+    with torch.no_grad():
+        next(iter(last.lora_parameters().values()))[0, 0] = math.nan
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(InputError, match=rf"merge_lora: {name}.update.lora_A has values that are not finite"):
+        lm.merge_lora(model)
+    assert lora_layers(model) == updates
+    assert all(torch.equal(tensor.nan_to_num(), before[key].nan_to_num()) for key, tensor in model.state_dict().items())
+
+
 def test_an_adapter_of_another_family_is_refused(tmp_path: Path) -> None:
     """Its layers have the same names and shapes."""
     for name in ("llama-3", "mistral-nemo"):
@@ -456,6 +470,10 @@ def test_models_that_do_not_fit(tmp_path: Path) -> None:
         ({"use_dora": True}, "'use_dora'"),
         ({"some_later_field": {"a": 1}}, "'some_later_field' is not implemented"),
         ({"r": -1}, "'r' must be"),
+        ({"lora_dropout": 1.0}, "'lora_dropout' must be a number in"),
+        ({"lora_dropout": "0.1"}, "'lora_dropout' must be a number in"),
+        ({"lora_dropout": []}, "'lora_dropout' must be a number in"),
+        ({"trainable_token_indices": [3, 1 << 63]}, "'trainable_token_indices' must be a list"),
         ({"rank_pattern": {"q_proj": "a"}}, "'rank_pattern' must be"),
         ({"alpha_pattern": {"(q": 3}}, "'alpha_pattern' must have regular expressions"),
         ({"rank_pattern": {"q" * 9 + "{" + 20 * "9" + "}": 3}}, "'rank_pattern' must have regular expressions"),
@@ -626,7 +644,7 @@ def train_sharded(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         torch.testing.assert_close(one.full_tensor(), other, rtol=1e-4, atol=1e-6)
     found = model.eval().generate(tokens(2, 5), max_new_tokens=4)
     assert torch.equal(found, plain.eval().generate(tokens(2, 5), max_new_tokens=4))
-    for call in (lm.merge_lora, lambda model: lm.load_adapter(model, folder)):
+    for call in (lm.merge_lora, lm.dequantize, lambda model: lm.load_adapter(model, folder)):
         with pytest.raises(InputError, match=r"sharded|already"):
             call(model)
     lm.save_adapter(model, folder / "sharded")

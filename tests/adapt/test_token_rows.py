@@ -1,7 +1,9 @@
 """Trained rows of tokens beside LoRA: training, sharding, quantised bases, larger vocabularies, errors. PEFT's own
 results are in tests/integrations/test_token_rows_peft.py."""
 
+import copy
 import json
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -293,6 +295,40 @@ def test_files_that_do_not_fit(indices: Any, rename: dict[str, str], error: str,
     with pytest.raises((CheckpointError, ConfigError), match=error):
         lm.load_adapter(model, tmp_path)
     assert not token_rows(model)
+
+
+def test_new_tokens_and_a_quantised_head(tmp_path: Path) -> None:
+    """The head has no rows for them; quantised after the adapter was loaded, it has."""
+    new = {"embed_tokens": [131, 132], "lm_head": [131, 132]}
+    lm.save_adapter(
+        adapted(lm.from_config({**LLAMA, **EVEN, "vocab_size": 133}), trainable_token_indices=new), tmp_path
+    )
+    ids = torch.tensor([[3, 131, 132]])
+    torch.manual_seed(0)
+    base = lm.from_config({**LLAMA, **EVEN})
+    quantised = lm.quantize(copy.deepcopy(base), "int4", head="int4")
+    before = quantised.eval()(tokens()).logits
+    with pytest.raises(InputError, match=r"vocab_size: the adapter has 133 tokens and the quantised LM head 131"):
+        lm.load_adapter(quantised, tmp_path)
+    assert torch.equal(quantised(tokens()).logits, before) and not token_rows(quantised)
+    assert quantised.config.vocab_size == 131
+    later = lm.quantize(lm.load_adapter(base, tmp_path), "int4", head="int4").eval()
+    assert later(ids).logits.shape == (1, 3, 133)
+
+
+def test_a_huge_id_takes_no_memory(tmp_path: Path) -> None:
+    lm.save_adapter(build("embedding"), tmp_path)
+    path = tmp_path / "adapter_config.json"
+    huge = [*ROWS[:-1], 2**31 - 1]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "trainable_token_indices": huge}))
+    limit, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**31, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"has ids up to 2,147,483,647, and the base model has 131 tokens"):
+            lm.load_adapter(lm.from_config(LLAMA), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------

@@ -125,3 +125,29 @@ def test_a_larger_vocabulary(kind: str, modules: list[str] | None, tmp_path: Pat
     options = {"experts_implementation": "eager"} if kind == "experts" else {}
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32, **options).eval()
     assert merged.config.vocab_size == size and relative_error(merged(ids).logits, wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize(("kind", "module"), [("deepseek_v3", "gate"), ("apertus", "mlp")])
+def test_buffers_of_whole_modules(kind: str, module: str, tmp_path: Path) -> None:
+    """PEFT writes them beside the parameters (the bias of a router), and opens no adapter without them."""
+    oracle = make_checkpoint(tmp_path / "base", CONFIGS[kind])
+    config = LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["o_proj"], modules_to_save=[module])
+    theirs = changed(get_peft_model(copy.deepcopy(oracle), config))
+    with torch.no_grad():
+        for name, buffer in theirs.named_buffers():
+            if "modules_to_save" in name and name.endswith("bias"):
+                buffer.add_(torch.randn_like(buffer))
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = lm.load_adapter(lm.from_pretrained(tmp_path / "base"), tmp_path / "theirs").eval()
+    assert relative_error(model(IDS).logits, theirs(IDS).logits) < TOLERANCE
+    lm.save_adapter(model, tmp_path / "ours")
+    found, expected = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("ours", "theirs"))
+    assert set(found) == set(expected) and all(torch.equal(found[name], expected[name]) for name in expected)
+
+    options: dict[str, Any] = {"target_modules": ["o_proj"], "modules_to_save": [module]}
+    new = changed(lm.add_lora(lm.from_pretrained(tmp_path / "base"), r=3, **options))
+    lm.save_adapter(new, tmp_path / "new")
+    opened = PeftModel.from_pretrained(copy.deepcopy(oracle), tmp_path / "new").eval()
+    assert relative_error(opened(IDS).logits, new(IDS).logits) < TOLERANCE
+    merged = lm.merge_lora(new)
+    assert not merged.modules_to_save and not any(p.requires_grad for p in merged.parameters())

@@ -78,6 +78,20 @@ def test_a_run(tied: bool, text: Path, tmp_path: Path) -> None:
     assert "embed_tokens" in run("info", tmp_path / "run", "--json")
 
 
+def test_the_bias_of_a_trained_router_is_in_the_adapter(text: Path, tmp_path: Path) -> None:
+    """It is a buffer, not trained; PEFT opens no adapter without it."""
+    folder = tmp_path / "base"
+    size = tokenizer_of("qwen2.5", folder).backend.get_vocab_size()
+    make_checkpoint(folder, {**CONFIGS["deepseek_v3"], "vocab_size": size, "num_hidden_layers": 2})
+    settings = {"lora_rank": 2, "lora_targets": ["o_proj"], "lora_modules_to_save": ["gate"]}
+    fine_tune(recipe_for(folder, text, steps=1, **settings), tmp_path / "run")
+    run("lora", "to-hf", tmp_path / "run", tmp_path / "again")
+    found, again = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("run", "again"))
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(found[f"base_model.model.{bias}"], load_file(folder / "model.safetensors")[bias])
+    assert again.keys() == found.keys() and all(torch.equal(again[name], found[name]) for name in found)
+
+
 def test_a_stopped_run_goes_on_with_the_same_bits(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = base(tmp_path, tied=True)
     recipe = recipe_for(folder, text, steps=6, checkpoint_every=100, lora_rank=2, lora_modules_to_save=["embed_tokens"])
