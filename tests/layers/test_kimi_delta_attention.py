@@ -101,11 +101,11 @@ def test_latent_queries_of_ling(tmp_path: Path) -> None:
         assert relative_error(model(tokens(2, 41)).logits, oracle(tokens(2, 41)).logits) < TOLERANCE
 
 
-def test_decays_and_norms_stay_in_full_precision() -> None:
+def test_decays_norms_and_routers_stay_in_full_precision() -> None:
     model = lm.from_config(PUBLISHED, dtype=torch.bfloat16)
     kept = {name for name, module in model.named_modules() if isinstance(module, FullPrecision)}
     found = {name: p for name, p in model.named_parameters() if name.rpartition(".")[0] in kept}
-    assert len(found) == 6 and {p.dtype for p in found.values()} == {torch.float32}
+    assert len(found) == 9 and {p.dtype for p in found.values()} == {torch.float32}
     for name, p in found.items():
         if name.endswith("decay.log_rate"):
             assert (p.exp() >= 1).all() and (p.exp() <= 16).all()

@@ -23,6 +23,7 @@ CONFIG = {
 def test_where_values_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA only if asked for, and not while a graph is captured, where nothing may wait."""
     capturing = False
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     cuda: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
     for enabled in (False, True):
@@ -30,8 +31,10 @@ def test_where_values_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
             for capturing in (False, True):
                 assert dispatch.checked_on_host(cuda) == (enabled and not capturing)
                 assert dispatch.checked_on_host(torch.ones(1))
+            capturing = False
+            with dispatch.as_recorded():  # the pass before it, which compiles the kernels
+                assert not dispatch.checked_on_host(cuda)
             with ops.set_host_checks(not enabled):
-                capturing = False
                 assert dispatch.checked_on_host(cuda) != enabled
             assert dispatch.checked_on_host(cuda) == enabled
     assert not dispatch.checked_on_host(torch.ones(1, device="meta"))
