@@ -83,13 +83,7 @@ def read_labelled(fields: Mapping[str, Any]) -> tuple[list[Labelled], list[str]]
         pair, unused = read_pair(fields)
         return [Labelled(record, is_chosen) for record, is_chosen in zip(pair, (True, False), strict=True)], unused
     given = {name: value for name, value in fields.items() if value not in EMPTY}
-    name = _first(given, LABELS) or _first(fields, LABELS)
-    desirable = None if name is None else label_of(fields[name])
-    if desirable is None:
-        problem = f'"{name}" must be true or false' if name else f'has no "{LABELS[0]}", true or false'
-        raise ValueError(f"{problem}: the objective is for completions with a label, or pairs")
-    if any(label_of(given[other]) != desirable for other in LABELS if other in given):
-        raise ValueError(f'"{LABELS[0]}" and "{LABELS[1]}" differ: remove one of them')
+    desirable = _label(fields, given)
     question = next((form for form in ALL_QUESTIONS if given.keys() >= {*form.required}), None)
     known = _LABELLED
     if (turns := _first(given, TURNS)) is not None:
@@ -107,6 +101,18 @@ def read_labelled(fields: Mapping[str, Any]) -> tuple[list[Labelled], list[str]]
         record = _completion(fields, fields["prompt"], fields["completion"])
     unused = _unused(fields, known)
     return [Labelled(record, desirable)], unused
+
+
+def _label(fields: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+    """The label of a record. `given`: the fields that are not empty. Raises ValueError without one, or for two."""
+    name = _first(given, LABELS) or _first(fields, LABELS)
+    desirable = None if name is None else label_of(fields[name])
+    if desirable is None:
+        problem = f'"{name}" must be true or false' if name else f'has no "{LABELS[0]}", true or false'
+        raise ValueError(f"{problem}: the objective is for completions with a label, or pairs")
+    if any(label_of(given[other]) != desirable for other in LABELS if other in given):
+        raise ValueError(f'"{LABELS[0]}" and "{LABELS[1]}" differ: remove one of them')
+    return desirable
 
 
 def _sides(fields: Mapping[str, Any]) -> tuple[Any, Any, Any]:

@@ -298,12 +298,17 @@ _NUMBERS = ("num_items_in_batch", "heads_loss_weight")
 
 def refusal(step: EagerStep, parts: Parts) -> str:
     """Why a step cannot be recorded; "" if it may be."""
-    if any(map(is_dtensor, step.model.parameters())):
-        spread = parallelism_of(step.module)
-        if spread is None:
-            return "parameters are sharded without a plan (lm.parallelize)"
-        if reason := plan_refusal(spread.plan):
-            return reason
+    return _sharding_refusal(step) or _optimizer_refusal(step) or _batch_refusal(parts) or _module_refusal(step)
+
+
+def _sharding_refusal(step: EagerStep) -> str:
+    if not any(map(is_dtensor, step.model.parameters())):
+        return ""
+    spread = parallelism_of(step.module)
+    return "parameters are sharded without a plan (lm.parallelize)" if spread is None else plan_refusal(spread.plan)
+
+
+def _optimizer_refusal(step: EagerStep) -> str:
     trained = {id(parameter) for group in step.optimizer.param_groups for parameter in group["params"]}
     if any(p.requires_grad and id(p) not in trained for p in step.model.parameters()):
         return (
@@ -311,10 +316,18 @@ def refusal(step: EagerStep, parts: Parts) -> str:
         )
     if not isinstance(step.optimizer, RecordableOptimizer):
         return f"{type(step.optimizer).__name__} does not support it: it has no `recording` (see RecordableOptimizer)"
+    return step.optimizer.recording_refusal()
+
+
+def _batch_refusal(parts: Parts) -> str:
     for name in ("attention_mask", "position_ids"):
         if any(name in part for part in parts):
             return f"batches with {name} have tokens that only the GPU can count; give packed rows with cu_seqlens"
-    if reason := step.optimizer.recording_refusal() or next(unrecordable_reasons(step.module), ""):
+    return ""
+
+
+def _module_refusal(step: EagerStep) -> str:
+    if reason := next(unrecordable_reasons(step.module), ""):
         return reason
     modules = list(step.module.modules())
     modes = {getattr(module, "activation_checkpointing", "none") for module in modules}
