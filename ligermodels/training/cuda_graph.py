@@ -263,17 +263,15 @@ def _warm_up(step: EagerStep, parts: Parts, options: Options) -> Recording:
     """Compile all kernels of a step, and find out whether it waits for the GPU, which a graph cannot."""
     place = ""
     for _ in range(2):  # what is copied to the GPU once, such as a table, waits in the first pass only
-        with waits_for(step.device) as places:
-            numbers = _dry_run(step, parts, options)
-        place = next(iter(places), "")
+        numbers, place = _dry_run(step, parts, options)
         if not _on_any_rank(step, bool(place)):
             return numbers
     raise _CannotRecord(f"{place} waits for the GPU" if place else "another rank waits for its GPU")
 
 
-def _dry_run(step: EagerStep, parts: Parts, options: Options) -> Recording:
+def _dry_run(step: EagerStep, parts: Parts, options: Options) -> tuple[Recording, str]:
     """Compile all kernels of a step without taking it: gradients are computed and dropped; random numbers and buffers
-    are set back."""
+    are set back. Returns the optimizer's numbers, and where the passes first wait for the GPU, "" if they do not."""
     optimizer: Any = step.optimizer
     buffers = [(buffer, buffer.clone()) for buffer in step.module.buffers()]
     devices = [step.device] if step.device.type == "cuda" else []
@@ -281,15 +279,16 @@ def _dry_run(step: EagerStep, parts: Parts, options: Options) -> Recording:
         if step.in_backward:
             optimizer.traces_backward = True
         with torch.random.fork_rng(devices), as_recorded():
-            step.backward(parts, options)
-            numbers: Recording = optimizer.recording()
+            with waits_for(step.device) as places:
+                step.backward(parts, options)
+            numbers: Recording = optimizer.recording()  # may wait: it is no part of the graph
     finally:
         if step.in_backward:
             optimizer.traces_backward = False
         optimizer.zero_grad(set_to_none=True)
         for buffer, value in buffers:
             buffer.copy_(value)
-    return numbers
+    return numbers, next(iter(places), "")
 
 
 _NUMBERS = ("num_items_in_batch", "heads_loss_weight")

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -431,3 +432,24 @@ def test_auto_records_small_models_and_short_batches(config: dict[str, Any], tok
     step = EagerStep(model, FusedAdamW(model.parameters()))
     assert pays(step, [batch]) is is_recorded
     assert pays(step, [batch], is_sharded=True) or not is_recorded
+
+
+def test_the_numbers_of_an_optimizer_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are written outside of the graph: a wait there, such as for a copy to the GPU, is no reason against one."""
+    places: list[str] = []
+
+    @contextmanager
+    def watched(device: torch.device) -> Iterator[list[str]]:
+        found, before = list[str](), len(places)
+        yield found
+        found += places[before:]
+
+    model = llama()
+    step = graph_step(model, optimizer := FusedAdamW(model.parameters()))
+    recording = optimizer.recording
+    monkeypatch.setattr(cuda_graph, "waits_for", watched)
+    monkeypatch.setattr(optimizer, "recording", lambda: (places.append("numbers.py:1"), recording())[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", GraphWarning)
+        step([next(batches())])
+    assert places and len(step._graphs) == 1
