@@ -146,7 +146,7 @@ def _expert_rows(
     four_bits = weight.dtype == torch.uint8
     codes, scales, native = native_operands(weight.contiguous(), contiguous(scales))
     block = 8 if FEW_MEAN_ROWS * num_experts >= R else 16
-    tile = _tile(kind, is_one, K)
+    tile = _tile(kind, is_one, K, block)
     step = tile.parts * tile.step
     code_bytes = step * tile.channels * codes.element_size() // (2 if four_bits else 1)
     stages = pipeline_stages(x.device, tile.stages, code_bytes + step * block * x.element_size())
@@ -161,15 +161,17 @@ def _expert_rows(
     return y
 
 
-def _tile(kind: str, is_one: bool, inputs: int) -> Tile:
-    """Tuned on an H200. The conversion of codes of four bits binds the kernel, and takes the fewest instructions where
-    one warp has many channels; one token has too few tiles for that. Short rows are divided among fewer parts. mxfp4
-    takes more registers, and with a fourth step in flight it is slower."""
+def _tile(kind: str, is_one: bool, inputs: int, rows: int) -> Tile:
+    """Tuned on an H200, for tiles of `rows` rows. The conversion of codes of four bits binds the kernel, and takes the
+    fewest instructions where one warp has many channels; one token has too few tiles for that. Short rows are divided
+    among fewer parts. More steps in flight help int4 while they leave room for as many programs, and not mxfp4, which
+    takes more registers."""
     if kind in ("plain", "float8"):
         return Tile(32, 2, 2, GROUP, 4)
     if is_one:
         return Tile(16, 2, 2 if inputs <= 8 * GROUP else 4, GROUP, 4)
-    return Tile(32, 1, 1, GROUP, 3 if kind == "mxfp4" else 4)
+    stages = 3 if kind == "mxfp4" else 6 if kind == "int4" and rows == 8 and inputs >= 16 * GROUP else 4
+    return Tile(32, 1, 1, GROUP, stages)
 
 
 @kernel
