@@ -73,6 +73,8 @@ def self_distillation_data(
 
     if is_interrupted(out) and not (resume or overwrite):
         raise InputError(f"{out}: was interrupted; --resume continues it, --overwrite starts over")
+    if resume and not is_interrupted(out):
+        say(f"{out}: there is nothing to resume; it is written from its first record")
     folder = options.folder_of(base)
     checkpoint = Base.of_checkpoint(folder)
     date = date or (interrupted_with(out, "date") if resume else None) or datetime.now().date().isoformat()

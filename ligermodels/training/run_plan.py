@@ -148,7 +148,7 @@ def plan_run(
         recipe: the settings.
         out: folder of the run.
         checkpoints: the checkpoints in this folder.
-        resume: resume from the newest checkpoint, if there is one.
+        resume: resume from the newest checkpoint; without one the run starts at step 1.
         ranks: all ranks; the first rank reads what they share.
         console: where messages and progress go.
         on_meta: whether the model is only loaded on the meta device, see `Base.find`.
@@ -165,6 +165,8 @@ def plan_run(
     start, checkpoint = 0, dict[str, Any]()
     if resume and (newest := on_first_rank(checkpoints.newest)):
         start, checkpoint = newest
+    elif resume:
+        console.say(f"{out}: has no checkpoint to resume from; the run starts at step 1")
     recipe = base.with_token_rows(recipe, checkpoint.get("recipe", {}))
     if checkpoint:
         recipe = same_recipe(recipe, checkpoint["recipe"])
