@@ -342,6 +342,17 @@ def test_a_checkpoint_of_the_previous_release_is_of_the_same_recipe(base: Path, 
         same_recipe(recipe, {**before, "heads": 4})
 
 
+def test_a_plan_may_change_but_not_the_dtype_of_its_computation(base: Path, data: Path) -> None:
+    recipe = recipe_for(base, data).changed({"parallel": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}})
+    settings = recipe.settings()
+    other = recipe.changed({"parallel": {"shard": 2, "reduce_dtype": None, "fsdp_unit": "model"}})
+    assert same_recipe(other, settings).parallel == other.parallel
+    for plan, was in ((settings["parallel"], "'bfloat16', is None"), ({}, "None, is 'bfloat16'")):
+        changed = recipe.changed({"parallel": {"param_dtype": None if plan else "bfloat16"}})
+        with pytest.raises(ConfigError, match=rf"parallel\.param_dtype was {was}; give the value that it had"):
+            same_recipe(changed, {**settings, "parallel": plan})
+
+
 def test_settings_that_a_release_adds_are_at_their_defaults_before(base: Path, data: Path) -> None:
     recipe = FineTuningRecipe(base=base, data=data, date="2026-01-01")
     before = recipe.settings()
