@@ -296,11 +296,22 @@ def changed(setting: str, model: lm.CausalLM, optimizer: FusedAdamW) -> None:
         model.router_z_loss_coef = 0.1
     elif setting == "softcap":
         model.head.config = replace(model.head.config, softcap=7.0)
-    else:
+    elif setting == "betas":
         optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+    else:
+        owners = {"module": model.decoder.blocks[0], "parameter": optimizer.param_groups[0]["params"][0]}
+        owner, _, register = setting.partition(".")
+        getattr({**owners, "optimizer": optimizer}[owner], register)(lambda *_: None)
 
 
-@pytest.mark.parametrize("setting", ["dropout", "z loss", "softcap", "betas"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *("dropout", "z loss", "softcap", "betas", "module.register_forward_hook", "module.register_forward_pre_hook"),
+        *("module.register_full_backward_hook", "parameter.register_hook", "optimizer.register_step_post_hook"),
+        "parameter.register_post_accumulate_grad_hook",
+    ],
+)
 def test_settings_that_change_after_recording_record_again(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once; a graph that was recorded with the former settings would go on with them."""
     recorded: list[Any] = []
