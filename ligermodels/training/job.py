@@ -66,6 +66,7 @@ class Job:
     router_bias_update_rate: see `train`.
     reference: a second, frozen model that the run holds: a teacher, or the model before training; None without one.
     batches: the micro-batches of `trainable`, from those of the data.
+    validation_batch_size: rows of a batch of the validation split; None for those of a micro-batch.
     """
 
     model: nn.Module
@@ -78,6 +79,7 @@ class Job:
     router_bias_update_rate: float = 0.0
     reference: CausalLM | None = None
     batches: Callable[[Prefetcher], BatchSource] = lambda prefetcher: prefetcher
+    validation_batch_size: int | None = None
 
 
 class RunOptions(TypedDict, total=False):

@@ -107,24 +107,28 @@ class RunPlan:
 
     def training_batches(self, device: str = "cpu") -> Prefetcher:
         """Micro-batches of this rank, without end, in page-locked memory if `device` is a GPU."""
-        batches = self._share(self._packed(self.training, seed=self.recipe.seed))
+        batches = self._share(self._packed(self.training, self.micro_batches[0], seed=self.recipe.seed))
         return Prefetcher(batches, pin_memory=torch.device(device).type == "cuda")
 
-    def validation_batches(self) -> Iterator[Batch]:
-        """Micro-batches of this rank from the validation split, or from its first `validation_tokens`."""
-        recipe, limit = self.recipe, None
-        if recipe.validation_tokens is not None:  # whole micro-batches of one process, for any number of ranks
-            size = recipe.micro_batch_size
+    def validation_batches(self, batch_size: int | None = None) -> Iterator[Batch]:
+        """Batches of this rank from the validation split, or from its first `validation_tokens`.
+
+        Args:
+            batch_size: rows of a batch. Default: None, those of a micro-batch.
+        """
+        recipe, limit, rows = self.recipe, None, batch_size or self.micro_batches[0]
+        if recipe.validation_tokens is not None:  # whole batches of one process, for any number of ranks
+            size = batch_size or recipe.micro_batch_size
             sequences = max(1, recipe.validation_tokens // (recipe.row_tokens * size)) * size
-            limit = max(1, sequences // self.micro_batches[0])
-        return self._share(islice(self._packed(self.validation, epochs=1), limit))
+            limit = max(1, sequences // rows)
+        return self._share(islice(self._packed(self.validation, rows, epochs=1), limit))
 
     def all_batches(self) -> Iterator[Batch]:
         """Micro-batches of this rank with the documents of both splits, once each."""
-        return self._share(self._packed(None, epochs=1))
+        return self._share(self._packed(None, self.micro_batches[0], epochs=1))
 
-    def _packed(self, indices: Indices | DocumentOrder | None, **options: Any) -> PackedBatches:
-        return packed(self.recipe, self.documents, indices, batch_size=self.micro_batches[0], **options)
+    def _packed(self, indices: Indices | DocumentOrder | None, batch_size: int, **options: Any) -> PackedBatches:
+        return packed(self.recipe, self.documents, indices, batch_size=batch_size, **options)
 
     def _share(self, batches: B) -> B | RankBatches:
         """The batches of this rank, from the batches of all ranks."""

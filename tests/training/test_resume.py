@@ -379,9 +379,9 @@ def test_a_signal_in_the_evaluation_after_a_callback_ended_the_run(
     """The evaluation is abandoned, and repeated when the run resumes; nothing is exported before."""
     batches, out = RunPlan.validation_batches, tmp_path / "out"
 
-    def interrupted(plan: RunPlan) -> Iterator[Any]:
+    def interrupted(plan: RunPlan, *size: Any) -> Iterator[Any]:
         os.kill(os.getpid(), signal.SIGTERM)
-        yield from batches(plan)
+        yield from batches(plan, *size)
 
     class Stops(Callback):
         def on_step(self, event: Any) -> None:
