@@ -313,7 +313,21 @@ def changed(setting: str, model: lm.CausalLM, optimizer: FusedAdamW) -> None:
     ],
 )
 def test_settings_that_change_after_recording_record_again(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once; a graph that was recorded with the former settings would go on with them."""
+    """Once; a graph that was recorded with the former settings would go on with them. The step with the change has no
+    graph: what changes in each step would be recorded in each."""
+    recorded = counted(monkeypatch)
+    model = lora()
+    optimizer = FusedAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    step, batch = GraphStep(EagerStep(model, optimizer)), next(batches())
+    for index in range(5):
+        if index == 2:
+            changed(setting, model, optimizer)
+        step([batch])
+        assert len(recorded) == 1 + index // 3
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The steps that have been recorded since."""
     recorded: list[Any] = []
 
     class Counted(cuda_graph._RecordedStep):
@@ -322,14 +336,26 @@ def test_settings_that_change_after_recording_record_again(setting: str, monkeyp
             super().__init__(*args)
 
     monkeypatch.setattr(cuda_graph, "_RecordedStep", Counted)
-    model = lora()
-    optimizer = FusedAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    step, batch = GraphStep(EagerStep(model, optimizer)), next(batches())
-    for index in range(4):
-        if index == 2:
-            changed(setting, model, optimizer)
-        step([batch])
-        assert len(recorded) == 1 + index // 2
+    return recorded
+
+
+def test_what_changes_in_each_step_is_not_recorded_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Betas by torch's OneCycleLR: the steps have no graph until they stay, and are those without one."""
+    recorded, ends = counted(monkeypatch), []
+    for graphed in (False, True):
+        torch.manual_seed(3)
+        model = llama()
+        optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=5)
+        eager = EagerStep(model, optimizer, 1.0)
+        step = GraphStep(eager) if graphed else lambda parts, eager=eager, **options: eager(parts, options)
+        for index, batch in enumerate(islice(batches(), 8)):
+            step([batch], z_loss=1e-4)
+            if index < 4:
+                schedule.step()
+            assert len(recorded) == graphed * (1 + (index >= 5))
+        ends.append(dict(model.named_parameters()))
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
 def test_an_error_leaves_no_gradient_for_the_next_step() -> None:
