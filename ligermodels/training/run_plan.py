@@ -23,7 +23,7 @@ from ligermodels.data.packing import PackedBatches, Prefetcher, RankBatches
 from ligermodels.data.survey import Epoch
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.models.extra_heads import require_command
-from ligermodels.parallel.ranks import data_share, is_sharded
+from ligermodels.parallel.ranks import check_precision, data_share, is_sharded
 from ligermodels.speculative.hub import config_of_heads
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
@@ -234,9 +234,11 @@ def _check_start(recipe: TrainingRecipe) -> None:
 
 
 def _check_recipe(recipe: TrainingRecipe) -> None:
-    """Raise ConfigError for a recipe without base or data, and for settings that do not suit the number of ranks."""
+    """Raise ConfigError for a recipe without base or data; and, or InputError, for settings that do not suit the number
+    of ranks."""
     if recipe.base is None or not recipe.data:
         raise ConfigError(f"{'data' if recipe.base else 'base'}: the recipe has none; give it")
+    check_precision(recipe.parallel)
     _, data_ranks = data_share(recipe.parallel)
     _, passes = recipe.micro_batches(data_ranks)  # raises if the ranks cannot divide the batch
     recipe.check_optimizer(passes, is_sharded=is_sharded(recipe.parallel))

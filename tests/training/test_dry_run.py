@@ -19,7 +19,7 @@ from ligermodels.cli import app
 from ligermodels.convert import hub
 from ligermodels.data.survey import Epoch, Span
 from ligermodels.data.tokenizer import Tokenizer
-from ligermodels.errors import CheckpointError, ConfigError, LigerModelsError
+from ligermodels.errors import CheckpointError, ConfigError, InputError, LigerModelsError
 from ligermodels.parallel.memory import StepMemory, step_memory
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.training import (
@@ -191,6 +191,18 @@ def test_whether_steps_are_recorded(few: FineTuningRecipe, changes: dict[str, An
     job = _on_meta(plan, "auto")[1]
     found = _eager_reason(recipe, job, optimizer_of(recipe, job), parts, "cuda", gpus)
     assert found.startswith(reason) and bool(found) == bool(reason)
+
+
+@pytest.mark.parametrize("setting", [{"param_dtype": "bfloat16"}, {"reduce_dtype": "float32"}])
+def test_mixed_precision_in_one_process_is_an_error_as_in_a_run(
+    few: FineTuningRecipe, tmp_path: Path, setting: dict[str, Any]
+) -> None:
+    recipe = few.changed({"parallel": setting})
+    for start in (lambda: dry_run(recipe), lambda: fine_tune(recipe, tmp_path / "out", device="cpu")):
+        with pytest.raises(InputError, match="param_dtype, reduce_dtype: mixed precision is FSDP2's"):
+            start()
+    assert not (tmp_path / "out").exists()
+    assert not isinstance(dry_run(recipe, gpus=2).memory, str)
 
 
 @pytest.mark.parametrize(
