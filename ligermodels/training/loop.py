@@ -119,7 +119,7 @@ def train(
         result = take_step(parts, **options)
         if schedule is not None:
             schedule.step()
-        log.add(PendingStep(step, learning_rate, parts, num_targets, *result))
+        log.add(PendingStep.of(step, learning_rate, parts, num_targets, *result))
         _on_step(callbacks, Event(step, steps, trained_model(model)), learning_rate, result)
         _keep_training(model)
 
