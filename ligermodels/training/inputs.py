@@ -137,7 +137,7 @@ def packed(
         recipe: the settings: sequence length and what happens to longer documents.
         documents: the documents.
         indices: the documents to use; None for all.
-        options: `batch_size`, `seed` and `epochs` of `PackedBatches`.
+        options: `batch_size`, `seed`, `epochs` and `max_sequences` of `PackedBatches`.
     """
     source = data_source(recipe)
     options |= {"excess_length_strategy": recipe.excess_length_strategy, **source.batch_options}

@@ -180,7 +180,7 @@ def check_same_batches(model: Any, batches: Sequence[Mapping[str, Tensor]]) -> N
     spread = parallelism_of(model)
     if spread is None or spread.plan.tensor * spread.plan.context == 1:
         return
-    own = [{name: _checksum(tensor) for name, tensor in batch.items()} for batch in batches]
+    own = [{name: _checksum(x) for name, x in batch.items() if isinstance(x, Tensor)} for batch in batches]
     first: dict[int, tuple[int, Any]] = {}  # number of the share of the data -> its first rank and the rank's batches
     ranks = Ranks.of_group(gloo_group("main"))
     for rank, (share, found) in enumerate(ranks.gather((DataRanks.of(model).rank, own))):

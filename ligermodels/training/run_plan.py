@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -116,12 +115,9 @@ class RunPlan:
         Args:
             batch_size: rows of a batch. Default: None, those of a micro-batch.
         """
-        recipe, limit, rows = self.recipe, None, batch_size or self.micro_batches[0]
-        if recipe.validation_tokens is not None:  # whole batches of one process, for any number of ranks
-            size = batch_size or recipe.micro_batch_size
-            sequences = max(1, recipe.validation_tokens // (recipe.row_tokens * size)) * size
-            limit = max(1, sequences // rows)
-        return self._share(islice(self._packed(self.validation, rows, epochs=1), limit))
+        tokens, rows = self.recipe.validation_tokens, batch_size or self.micro_batches[0]
+        most = None if tokens is None else max(1, tokens // self.recipe.row_tokens)
+        return self._share(self._packed(self.validation, rows, epochs=1, max_sequences=most))
 
     def all_batches(self) -> Iterator[Batch]:
         """Micro-batches of this rank with the documents of both splits, once each."""

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,20 @@ def test_whether_steps_are_recorded(few: FineTuningRecipe, changes: dict[str, An
     job = _on_meta(plan, "auto")[1]
     found = _eager_reason(recipe, job, optimizer_of(recipe, job), parts, "cuda", gpus)
     assert found.startswith(reason) and bool(found) == bool(reason)
+
+
+@pytest.mark.parametrize("micro", [16, 32, 64])
+def test_validation_tokens_do_not_depend_on_micro_batches(base: Path, data: Path, micro: int) -> None:
+    """They were rounded to whole micro-batches, up to one at least."""
+    recipe = recipe_for(base, data, seq_len=16, batch_tokens=64, micro_batch_tokens=micro, validation_tokens=55)
+    plan = dry_run(recipe).plan
+    whole, found = (
+        torch.cat([batch["input_ids"] for batch in each.validation_batches()], 1)
+        for each in (replace(plan, recipe=recipe.changed({"validation_tokens": None})), plan)
+    )
+    assert 3 * 16 - 8 < found.shape[1] <= 3 * 16 < whole.shape[1] and torch.equal(found, whole[:, : found.shape[1]])
+    sizes = [batch["input_ids"].shape[1] for batch in plan.validation_batches()]
+    assert len(sizes) == {16: 3, 32: 2, 64: 1}[micro]
 
 
 @pytest.mark.parametrize("setting", [{"param_dtype": "bfloat16"}, {"reduce_dtype": "float32"}])
