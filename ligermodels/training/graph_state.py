@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ligermodels.ops.runtime.dispatch import set_backend, set_batch_invariant
 from ligermodels.training.blockwise_state import local_tensor
 from ligermodels.training.step import EagerStep
 
@@ -18,7 +19,7 @@ from ligermodels.training.step import EagerStep
 def graph_state(step: EagerStep) -> Any:
     """What a graph takes for constant, beside its inputs: addresses of parameters and states, which parameters are
     trained, settings of the optimizer, settings of modules (training mode, dropout, weights of routers' losses),
-    addresses of buffers, and hooks."""
+    addresses of buffers, hooks, and settings of the process by which kernels are chosen."""
     groups, modules = step.optimizer.param_groups, [vars(module) for module in step.module.modules()]
     parameters = list(step.model.parameters())
     states = (step.optimizer.state.get(p, {}) for group in groups for p in group["params"])
@@ -31,6 +32,8 @@ def graph_state(step: EagerStep) -> Any:
         [module.get("config") for module in modules],
         [buffer.data_ptr() for buffer in step.module.buffers()],
         [*chain.from_iterable(_hooks_of(modules, parameters, step.optimizer))],
+        (set_backend.value, set_batch_invariant.value),
+        (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
     )
 
 

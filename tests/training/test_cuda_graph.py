@@ -288,7 +288,7 @@ def test_what_changes_after_recording_counts() -> None:
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def changed(setting: str, model: lm.CausalLM, optimizer: FusedAdamW) -> None:
+def changed(setting: str, model: lm.CausalLM, optimizer: FusedAdamW, patched: pytest.MonkeyPatch) -> None:
     if setting == "dropout":
         update: Any = model.decoder.blocks[0].mlp.down.update  # type: ignore[union-attr]
         update.dropout = 0.5
@@ -298,6 +298,10 @@ def changed(setting: str, model: lm.CausalLM, optimizer: FusedAdamW) -> None:
         model.head.config = replace(model.head.config, softcap=7.0)
     elif setting == "betas":
         optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+    elif setting == "batch invariance":
+        patched.setattr(lm.ops.set_batch_invariant, "value", True)  # until the end of the test
+    elif setting == "matmul precision":
+        patched.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
     else:
         owners = {"module": model.decoder.blocks[0], "parameter": optimizer.param_groups[0]["params"][0]}
         owner, _, register = setting.partition(".")
@@ -309,7 +313,7 @@ def changed(setting: str, model: lm.CausalLM, optimizer: FusedAdamW) -> None:
     [
         *("dropout", "z loss", "softcap", "betas", "module.register_forward_hook", "module.register_forward_pre_hook"),
         *("module.register_full_backward_hook", "parameter.register_hook", "optimizer.register_step_post_hook"),
-        "parameter.register_post_accumulate_grad_hook",
+        *("parameter.register_post_accumulate_grad_hook", "batch invariance", "matmul precision"),
     ],
 )
 def test_settings_that_change_after_recording_record_again(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +325,7 @@ def test_settings_that_change_after_recording_record_again(setting: str, monkeyp
     step, batch = GraphStep(EagerStep(model, optimizer)), next(batches())
     for index in range(5):
         if index == 2:
-            changed(setting, model, optimizer)
+            changed(setting, model, optimizer, monkeypatch)
         step([batch])
         assert len(recorded) == 1 + index // 3
 
