@@ -88,10 +88,10 @@ class RunOptions(TypedDict, total=False):
     device: device of the model, such as "cpu" or "cuda", the GPU of the process. Default: None, the GPU if there is
         one, else the CPU.
     attention: attention backend of the model. Default: "auto".
-    resume: continue from the newest checkpoint in the output folder; a run without one, which was interrupted before
-        its first, starts at step 1. A folder without a run is an error. Default: False.
+    resume: continue from the newest checkpoint in the output folder, if there is one; otherwise `console` says that the
+        run starts at step 1. Default: False.
     overwrite: replace what is in the output folder: an earlier run, or another model. Default: False, that is an error.
-        With `resume` it has no effect on a run that has a checkpoint, and starts a run where there is none.
+        With `resume` it has no effect on a run that has a checkpoint.
     console: where messages and progress go. Default: None, nowhere.
     callbacks: called after steps, evaluations and checkpoints, before the callbacks that the recipe names: see
         `Callback`. Default: none.
