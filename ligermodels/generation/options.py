@@ -11,7 +11,7 @@ from typing import Any
 from ligermodels.arguments import check_names, nearest, parameter_names
 from ligermodels.errors import ConfigError, InputError, short
 from ligermodels.generation.generate import Decoding, generate
-from ligermodels.generation.sampling import check_values
+from ligermodels.generation.sampling import SHAPING, check_values
 
 WRAP = "transformers' own generate has it: ligermodels.integrations.wrap(model).generate(...)"
 BEAMS = f"there is no beam search; sample, with do_sample=True and num_return_sequences, or {WRAP}"
@@ -201,15 +201,18 @@ def generation_defaults(
     overrides = overrides or {}
     stored = hf_config if generation_config is None else generation_config
     fields = {name: value for name, value in {**stored, **overrides}.items() if value is not None}
+    check_values(do_sample=do_sample)
     options = {name: fields.get(name, default) for name, default in GENERATION.items()}
+    samples = options["do_sample"] if do_sample is None else do_sample
     for name, value in options.items():
         try:
             check_values(**{name: value})
         except InputError:
+            if name in SHAPING and name not in overrides and not samples:  # without effect in greedy decoding
+                options[name] = GENERATION[name]
+                continue
             source = "generation_config" if name in overrides else file
             raise ConfigError(f"{source}: field {name!r} is not usable for generation: {short(value)}") from None
-    check_values(do_sample=do_sample)
-    samples = options["do_sample"] if do_sample is None else do_sample
     checkpoint_fields = {name: value for name, value in fields.items() if name not in overrides}
     _check_implemented(file, checkpoint_fields, samples=samples, contrastive=not samples and options["top_k"] > 1)
     ids = {**hf_config, **(generation_config or {}), **overrides}
@@ -250,7 +253,7 @@ def check_tree_options(options: Mapping[str, Any], function: Callable[..., Any])
 
 def warn_of_greedy(given: Mapping[str, Any]) -> None:
     """UserWarning if `given` options of a call are for sampling, and decoding is greedy."""
-    shaping = {name: given.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    shaping = {name: given.get(name) for name in SHAPING}
     unused = [f"{name} = {short(x)}" for name, x in shaping.items() if x not in (None, 0, GENERATION[name])]
     unused += ["generator"] if given.get("generator") is not None else []
     if unused:

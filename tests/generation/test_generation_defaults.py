@@ -169,7 +169,17 @@ def test_all_that_is_not_implemented_is_named_at_once() -> None:
 )
 def test_bad_values_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"generation_config\.json: field '{next(iter(options))}' is not usable"):
-        generation_defaults(options, LLAMA)
+        generation_defaults(options, LLAMA, do_sample=None if "do_sample" in options else True)
+
+
+def test_bad_options_of_sampling_are_no_error_in_greedy_decoding() -> None:
+    """They have no effect there: transformers decodes, and so do draft heads."""
+    for bad in ({"temperature": "hot"}, {"temperature": -0.1}, {"top_k": -1}, {"top_p": 1.5}, {"min_p": True}):
+        name = next(iter(bad))
+        for stored, do_sample in ((bad, None), ({**bad, "do_sample": True}, False)):
+            assert generation_defaults(stored, LLAMA, do_sample=do_sample)[name] == GENERATION[name]
+        with pytest.raises(ConfigError, match=rf"^generation_config: field '{name}' is not usable"):
+            generation_defaults({}, LLAMA, overrides=bad)  # of the call
 
 
 def test_options_of_sampling_in_greedy_decoding_are_a_warning() -> None:
