@@ -323,4 +323,4 @@ class MTPModel(MultiHeadModel):
         }
         config = {name: value for name, value in config.items() if value is not None}
         tensors, ranks = layout.weight_map.export(state), Ranks(state.values())
-        save_alone(folder_to_write(folder), tensors, config, ranks, overwrite=overwrite)
+        save_alone(base, folder_to_write(folder), tensors, config, ranks, overwrite=overwrite)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -289,6 +290,19 @@ def test_lines_that_cannot_be_used(case: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         parse_line((record if isinstance(record, str) else json.dumps(record)).encode())
     assert not isinstance(caught.value, NothingToLearn)
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_alone_is_words_of_the_assistant(key: str, content: dict[str, Any]) -> None:
+    """Such a chat was left out as one in which the assistant says nothing, or unusable without an empty content."""
+    given = {"content": content["content"]} if content.get("content") is not None else {}
+    turn = {"role": "assistant", key: "I think"}
+    assert parse_line(json.dumps(messages({**turn, **content})).encode()) == ([USER, {**turn, **given}], {})
+    with pytest.raises(NothingToLearn, match="does not say a word"):
+        parse_line(json.dumps(messages({**turn, key: " ", "content": ""})).encode())
+    with pytest.raises(ValueError, match='needs text under "role" and "content"'):
+        parse_line(json.dumps(messages({**turn, key: ""})).encode())
 
 
 @pytest.mark.parametrize(
