@@ -259,6 +259,8 @@ def _documents(
     from ligermodels.training.recipe_file import recipe_settings
 
     recipe = MedusaRecipe()
+    if run is not None and not (run / RECIPE).is_file():
+        raise InputError(f"--validation-of {run}: holds no run (no {RECIPE})")
     if run is not None:  # of any kind: the settings of the data are in every recipe
         found = MedusaRecipe.current_names(recipe_settings(run / RECIPE), str(run / RECIPE))
         common = {name: value for name, value in found.items() if name in TrainingRecipe.model_fields}

@@ -108,7 +108,8 @@ class MultiHeadModel(RefusesForeignNames, RefusesDropout):
             InputError: the format cannot hold these heads, or no format holds a model together with such heads.
         """
         raise InputError(
-            f"{self.kind}: heads are checkpoints of their own; call export, and save_pretrained of the base"
+            f"{self.kind}: heads are checkpoints of their own; call export (on the command line: the export of their "
+            "command, such as `ligermodels eagle export`), and save_pretrained of the base"
         )
 
     def _head_states(self, hidden: Tensor, batch: PreparedBatch) -> Iterable[Tensor]:

@@ -1,0 +1,45 @@
+"""What a new user types by mistake is an error that says what is wrong, before anything else is printed."""
+
+from pathlib import Path
+
+import pytest
+from runs import make_base
+from typer.testing import CliRunner
+
+import ligermodels as lm
+from ligermodels.cli import app
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mistakes")
+    (folder / "base").mkdir()
+    make_base(folder / "base")
+    model = lm.from_pretrained(folder / "base")
+    lm.MedusaModel.from_base(model, num_heads=2).save_pretrained(folder / "medusa")
+    lm.MTPModel.from_base(model).save_head(folder / "mtp")
+    lm.Eagle3Model.from_base(model).save_pretrained(folder / "eagle")
+    (folder / "misspelt.jsonl").write_text('{"txt": "fine"}\n' * 2)
+    return folder
+
+
+GENERATE = "generate base --prompt fine --device cpu --max-new-tokens 2 "
+MISTAKES = {
+    "lora to-hf base new": "error: base: holds no adapter in PEFT's format (no adapter_config.json)",
+    "lora from-hf base new": "error: base: holds no adapter in PEFT's format",
+    "lora merge base medusa new": "error: medusa: holds no adapter in PEFT's format",
+    "medusa eval base medusa --prompts 0 --validation-of no-run": "error: --validation-of no-run: holds no run",
+    "export base new --heads eagle": "such as `ligermodels eagle export`",
+    "data misspelt.jsonl --model base": "in any of the 2 documents (2 are unusable: see the messages about them)",
+    GENERATE + "--quantize int5": "error: Invalid value for '--quantize': 'int5' is not one of",
+    GENERATE + "--heads eagle --draft-tree 2,999999,3": "error: --draft-tree: has 999999 candidates per token, but",
+    GENERATE + "--heads mtp --draft-tree 2,999999,3": "error: --draft-tree: has 999999 candidates per token, but",
+}
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_is_said(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    result = CliRunner().invoke(app, command.split())
+    assert result.exit_code in (1, 2) and MISTAKES[command] in result.stderr, result.output
+    assert not result.stdout and not (folder / "new").exists()
