@@ -94,7 +94,7 @@ def find(path: str, adapter: str | None = None) -> Source:
     the name of a base model, and heads without a model.
     """
     from ligermodels.convert import hub
-    from ligermodels.convert.config_json import config_in
+    from ligermodels.convert.config_json import config_in, read_json
     from ligermodels.models.extra_heads import base_of_heads as base_of_heads_in
 
     folder = locate(path)
@@ -102,6 +102,7 @@ def find(path: str, adapter: str | None = None) -> Source:
         if holds_only_heads(folder):
             base = base_of_heads_in(config_in(folder))
             raise InputError(f"{path}: holds heads and no model; give {base}, as PATH")
+        read_json(folder / "config.json")  # its error says what the folder holds, the tokenizer's does not
         own = None if adapter is None else adapter_folder(adapter)
         return Source(folder, own)
     if adapter is not None:

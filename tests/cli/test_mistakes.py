@@ -19,6 +19,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lm.MedusaModel.from_base(model, num_heads=2).save_pretrained(folder / "medusa")
     lm.MTPModel.from_base(model).save_head(folder / "mtp")
     lm.Eagle3Model.from_base(model).save_pretrained(folder / "eagle")
+    (folder / "unfinished").mkdir()
+    for name in ("recipe.yaml", "content.json"):
+        (folder / "unfinished" / name).write_text("{}")
     (folder / "misspelt.jsonl").write_text('{"txt": "fine"}\n' * 2)
     return folder
 
@@ -31,6 +34,8 @@ MISTAKES = {
     "medusa eval base medusa --prompts 0 --validation-of no-run": "error: --validation-of no-run: holds no run",
     "export base new --heads eagle": "such as `ligermodels eagle export`",
     "data misspelt.jsonl --model base": "in any of the 2 documents (2 are unusable: see the messages about them)",
+    "info unfinished": "the folder holds a run that has not written its result; `train --resume --out FOLDER`",
+    "chat unfinished": "unfinished/config.json: no such file; the folder holds a run that has not written its result",
     GENERATE + "--quantize int5": "error: Invalid value for '--quantize': 'int5' is not one of",
     GENERATE + "--heads eagle --draft-tree 2,999999,3": "error: --draft-tree: has 999999 candidates per token, but",
     GENERATE + "--heads mtp --draft-tree 2,999999,3": "error: --draft-tree: has 999999 candidates per token, but",
