@@ -1,5 +1,6 @@
 """What a new user types by mistake is an error that says what is wrong, before anything else is printed."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lm.MedusaModel.from_base(model, num_heads=2).save_pretrained(folder / "medusa")
     lm.MTPModel.from_base(model).save_head(folder / "mtp")
     lm.Eagle3Model.from_base(model).save_pretrained(folder / "eagle")
+    lora = lm.from_pretrained(folder / "base")
+    lm.add_lora(lora, r=2)
+    lm.save_adapter(lora, folder / "adapter")
+    (folder / "config").mkdir()
+    shutil.copy(folder / "base" / "config.json", folder / "config")
     (folder / "unfinished").mkdir()
     for name in ("recipe.yaml", "content.json"):
         (folder / "unfinished" / name).write_text("{}")
@@ -34,10 +40,13 @@ MISTAKES = {
     "medusa eval base medusa --prompts 0 --validation-of no-run": "error: --validation-of no-run: holds no run",
     "export base new --heads eagle": "such as `ligermodels eagle export`",
     "data misspelt.jsonl --model base": "in any of the 2 documents (2 are unusable: see the messages about them)",
+    "train config --data misspelt.jsonl --out new --lora-rank 2": "without weights (no model.safetensors), and LoRA",
+    "medusa train config --data misspelt.jsonl --out new": "config: is a config without weights (no model.safetensors)",
     "info unfinished": "the folder holds a run that has not written its result; `train --resume --out FOLDER`",
     "chat unfinished": "unfinished/config.json: no such file; the folder holds a run that has not written its result",
     GENERATE + "--quantize int5": "error: Invalid value for '--quantize': 'int5' is not one of",
     GENERATE + "--heads eagle --draft-tree 2,999999,3": "error: --draft-tree: has 999999 candidates per token, but",
+    GENERATE + "--heads adapter": "error: adapter: holds a LoRA adapter and no draft heads; load_adapter opens it",
     GENERATE + "--heads mtp --draft-tree 2,999999,3": "error: --draft-tree: has 999999 candidates per token, but",
 }
 
