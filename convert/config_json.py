@@ -27,7 +27,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is missing, not JSON, or holds no object.
     """
-    hint = "is this the folder of a checkpoint?"
+    hint = f"is this the folder of {'an adapter' if path.name == ADAPTER_CONFIG else 'a checkpoint'}?"
     if path.name == "config.json" and (path.parent / ADAPTER_CONFIG).is_file():
         hint = (
             "the folder holds an adapter: open its base model, then the adapter with load_adapter; commands without "

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 import ligermodels as lm
 from ligermodels.cli import app
+from ligermodels.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +58,9 @@ def test_a_mistake_is_said(command: str, folder: Path, monkeypatch: pytest.Monke
     result = CliRunner().invoke(app, command.split())
     assert result.exit_code in (1, 2) and MISTAKES[command] in result.stderr, result.output
     assert not result.stdout and not (folder / "new").exists()
+
+
+def test_a_folder_without_an_adapter_is_said_in_python(folder: Path) -> None:
+    model = lm.from_pretrained(folder / "base")
+    with pytest.raises(ConfigError, match=r"adapter_config\.json: no such file; is this the folder of an adapter\?"):
+        lm.load_adapter(model, folder / "base")
