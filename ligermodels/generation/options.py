@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ligermodels.arguments import check_names, nearest, parameter_names
@@ -204,19 +204,24 @@ def generation_defaults(
     check_values(do_sample=do_sample)
     options = {name: fields.get(name, default) for name, default in GENERATION.items()}
     samples = options["do_sample"] if do_sample is None else do_sample
-    for name, value in options.items():
-        try:
-            check_values(**{name: value})
-        except InputError:
-            if name in SHAPING and name not in overrides and not samples:  # without effect in greedy decoding
-                options[name] = GENERATION[name]
-                continue
-            source = "generation_config" if name in overrides else file
-            raise ConfigError(f"{source}: field {name!r} is not usable for generation: {short(value)}") from None
+    options = {name: _usable(name, value, file, overrides, samples) for name, value in options.items()}
     checkpoint_fields = {name: value for name, value in fields.items() if name not in overrides}
     _check_implemented(file, checkpoint_fields, samples=samples, contrastive=not samples and options["top_k"] > 1)
     ids = {**hf_config, **(generation_config or {}), **overrides}
     return {**options, **{name: ids.get(name) for name in ("eos_token_id", "pad_token_id")}}
+
+
+def _usable(name: str, value: Any, file: str, overrides: Collection[str], samples: bool) -> Any:
+    """The `value` of an option. A bad value of the checkpoint is a ConfigError, or the default if the option has no
+    effect, as options of sampling in greedy decoding."""
+    try:
+        check_values(**{name: value})
+    except InputError:
+        if name in SHAPING and name not in overrides and not samples:
+            return GENERATION[name]
+        source = "generation_config" if name in overrides else file
+        raise ConfigError(f"{source}: field {name!r} is not usable for generation: {short(value)}") from None
+    return value
 
 
 def _check_implemented(file: str, fields: Mapping[str, Any], *, samples: bool, contrastive: bool) -> None:
