@@ -47,6 +47,11 @@ class Completion(NamedTuple):
     completion: str
     is_finished: bool = True
 
+    @property
+    def emptiness(self) -> str:
+        """The message for a record without a completion."""
+        return f"the {'completion' if self.prompt else 'text'} is empty"
+
 
 Record: TypeAlias = Completion | Chat
 """A text with or without a prompt, or a chat."""

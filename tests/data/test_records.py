@@ -339,3 +339,9 @@ def test_long_lines_take_bounded_memory(tmp_path: Path) -> None:
         documents.Documents.of_checkpoint(tmp_path, [tmp_path / "data.jsonl"]).read([0])
     found = documents.Documents.of_checkpoint(tmp_path, [tmp_path / "data.jsonl"])
     assert [found.at_once(range(first, 22)) for first in (0, 1, 15, 21)] == [1, 8, 7, 1]
+
+
+def test_an_empty_record_is_a_text_or_a_completion() -> None:
+    for record, name in (({"text": ""}, "text"), ({"prompt": "Hi", "completion": ""}, "completion")):
+        found = read_record(json.dumps(record).encode())[0]
+        assert isinstance(found, Completion) and found.emptiness == f"the {name} is empty"
