@@ -3,13 +3,14 @@ checkpoint sets."""
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ligermodels.arguments import check_names, nearest, parameter_names
-from ligermodels.errors import ConfigError, InputError, short
+from ligermodels.errors import ConfigError, ConfigWarning, InputError, short, warn_caller
 from ligermodels.generation.generate import Decoding, generate
 from ligermodels.generation.sampling import SHAPING, check_values
 
@@ -201,6 +202,8 @@ def generation_defaults(
     overrides = overrides or {}
     stored = hf_config if generation_config is None else generation_config
     fields = {name: value for name, value in {**stored, **overrides}.items() if value is not None}
+    if generation_config is not None:
+        _warn_of_misspelt(generation_config)
     check_values(do_sample=do_sample)
     options = {name: fields.get(name, default) for name, default in GENERATION.items()}
     samples = options["do_sample"] if do_sample is None else do_sample
@@ -209,6 +212,18 @@ def generation_defaults(
     _check_implemented(file, checkpoint_fields, samples=samples, contrastive=not samples and options["top_k"] > 1)
     ids = {**hf_config, **(generation_config or {}), **overrides}
     return {**options, **{name: ids.get(name) for name in ("eos_token_id", "pad_token_id")}}
+
+
+def _warn_of_misspelt(generation_config: Mapping[str, Any]) -> None:
+    """ConfigWarning for unknown fields whose names are nearly those of an option; transformers ignores unknown ones."""
+    known = {*OPTIONS, *INSTEAD, *UNUSED, *GENERATION, *CHANGES_TEXT, *CHANGES_SAMPLES}
+    for name in sorted(generation_config.keys() - known):
+        if near := difflib.get_close_matches(name, known, n=1, cutoff=0.88):
+            warn_caller(
+                f"generation_config.json: field {name!r} = {short(generation_config[name])} is unknown and not used; "
+                f"did you mean {near[0]!r}?",
+                ConfigWarning,
+            )
 
 
 def _usable(name: str, value: Any, file: str, overrides: Collection[str], samples: bool) -> Any:

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from zoo import CONFIGS
 
 import ligermodels as lm
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, ConfigWarning
 from ligermodels.generation.options import GENERATION, generation_defaults
 
 LLAMA = CONFIGS["llama-3"]
@@ -170,6 +170,16 @@ def test_all_that_is_not_implemented_is_named_at_once() -> None:
 def test_bad_values_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"generation_config\.json: field '{next(iter(options))}' is not usable"):
         generation_defaults(options, LLAMA, do_sample=None if "do_sample" in options else True)
+
+
+def test_misspelt_fields_are_a_warning() -> None:
+    """Fields of other programs, which resemble no option, pass as in transformers."""
+    for name, near in (("temprature", "temperature"), ("topp", "top_p"), ("eos_token_ids", "eos_token_id")):
+        with pytest.warns(ConfigWarning, match=rf"^generation_config\.json: field '{name}' = 3 is .*mean '{near}'\?$"):
+            generation_defaults({name: 3}, LLAMA)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generation_defaults({"chat_format": "chatml", "assistant_token_id": 3, "max_window_size": 9}, LLAMA)
 
 
 def test_bad_options_of_sampling_are_no_error_in_greedy_decoding() -> None:
