@@ -106,13 +106,13 @@ def evaluate(
         benchmarks = _benchmarks(medusa, heads, compare or [], fit.tree, grown, decode_batch_size or [],
                                  token_prompts[1::2], max_new_tokens)  # fmt: skip
     results = _results(scores, fit, benchmarks, nodes)
-    if plot is not None:
-        plot_scores(plot, results)
-        say(f"wrote {plot}")
     if as_json:
         print_json(results)
     else:
         _show(scores, fit, results)
+    if plot is not None:  # after the results, which a plot that cannot be written must not take along
+        plot_scores(plot, results)
+        say(f"wrote {plot}")
 
 
 def _scored(

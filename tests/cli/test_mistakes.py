@@ -64,3 +64,21 @@ def test_a_folder_without_an_adapter_is_said_in_python(folder: Path) -> None:
     model = lm.from_pretrained(folder / "base")
     with pytest.raises(ConfigError, match=r"adapter_config\.json: no such file; is this the folder of an adapter\?"):
         lm.load_adapter(model, folder / "base")
+
+
+def test_results_are_printed_before_a_plot_that_cannot_be_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "texts.jsonl").write_text('{"text": "fine thanks"}\n' * 3)
+    monkeypatch.setattr("ligermodels.cli.plot.require_plotting", lambda path: None)
+
+    def full(path: Path, results: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("ligermodels.cli.plot.plot_scores", full)
+    command = "medusa eval base medusa --data texts.jsonl --prompts 0 --device cpu --plot scores.png"
+    for options, words in (("", "tokens per step"), (" --json", '"expected_tokens_per_step"')):
+        result = CliRunner().invoke(app, (command + options).split())
+        assert result.exit_code == 1 and "No space left on device: 'scores.png'" in result.stderr
+        assert words in result.stdout
