@@ -29,11 +29,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "unfinished").mkdir()
     for name in ("recipe.yaml", "content.json"):
         (folder / "unfinished" / name).write_text("{}")
+    (folder / "texts.jsonl").write_text('{"text": "fine thanks"}\n' * 3)
     (folder / "misspelt.jsonl").write_text('{"txt": "fine"}\n' * 2)
     return folder
 
 
 GENERATE = "generate base --prompt fine --device cpu --max-new-tokens 2 "
+DISTILL = "train base --objective distill --data texts.jsonl --out new --device cpu "
 MISTAKES = {
     "lora to-hf base new": "error: base: holds no adapter in PEFT's format (no adapter_config.json)",
     "lora from-hf base new": "error: base: holds no adapter in PEFT's format",
@@ -43,6 +45,8 @@ MISTAKES = {
     "data misspelt.jsonl --model base": "in any of the 2 documents (2 are unusable: see the messages about them)",
     "train config --data misspelt.jsonl --out new --lora-rank 2": "without weights (no model.safetensors), and LoRA",
     "medusa train config --data misspelt.jsonl --out new": "config: is a config without weights (no model.safetensors)",
+    DISTILL + "--teacher adapter": "error: teacher: adapter/config.json: no such file; the folder holds an adapter",
+    DISTILL + "--teacher medusa": "error: teacher: config.json: describes Medusa heads, without a model",
     "info unfinished": "the folder holds a run that has not written its result; `train --resume --out FOLDER`",
     "chat unfinished": "unfinished/config.json: no such file; the folder holds a run that has not written its result",
     GENERATE + "--quantize int5": "error: Invalid value for '--quantize': 'int5' is not one of",
@@ -70,7 +74,6 @@ def test_results_are_printed_before_a_plot_that_cannot_be_written(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    (folder / "texts.jsonl").write_text('{"text": "fine thanks"}\n' * 3)
     monkeypatch.setattr("ligermodels.cli.plot.require_plotting", lambda path: None)
 
     def full(path: Path, results: object) -> None:
