@@ -108,13 +108,13 @@ def evaluate(
         benchmarks = _benchmarks(medusa, heads, compare or [], fit.tree, grown, decode_batch_size or [],
                                  token_prompts[1::2], max_new_tokens)  # fmt: skip
     results = _results(scores, fit, benchmarks, nodes)
-    if plot is not None:
-        plot_scores(plot, results)
-        say(f"wrote {plot}")
     if as_json:
         print_json(results)
     else:
         _show(scores, fit, results)
+    if plot is not None:  # after the results, which a plot that cannot be written must not take along
+        plot_scores(plot, results)
+        say(f"wrote {plot}")
 
 
 def _scored(
@@ -271,6 +271,8 @@ def _documents(
     from ligermodels.training.recipe_file import recipe_settings
 
     recipe = MedusaRecipe()
+    if run is not None and not (run / RECIPE).is_file():
+        raise InputError(f"--validation-of {run}: holds no run (no {RECIPE})")
     if run is not None:  # of any kind: the settings of the data are in every recipe
         found = MedusaRecipe.current_names(recipe_settings(run / RECIPE), str(run / RECIPE))
         common = {name: value for name, value in found.items() if name in TrainingRecipe.model_fields}

@@ -175,7 +175,9 @@ class PackedBatches:
         self._documents.notes.say_totals()
         if not self._num_rows:
             count = f"{self.num_documents:,} documents" if self.num_documents else "documents"
-            raise InputError(f"there is nothing to learn in any of the {count}: {self._advice}")
+            bad = len(self._documents.bad)
+            unusable = f" ({bad:,} are unusable: see the messages about them)" if bad else ""
+            raise InputError(f"there is nothing to learn in any of the {count}{unusable}: {self._advice}")
         self._start(self._epoch + 1, 0)
 
     def _read(self, indices: Iterable[int]) -> Iterator[Piece]:

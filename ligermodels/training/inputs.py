@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from pydantic.fields import FieldInfo
 
 from ligermodels.convert import hub
+from ligermodels.convert.config_json import read_json
 from ligermodels.convert.files import matching
 from ligermodels.data import fingerprint
 from ligermodels.data.built_in_templates import template_file
@@ -25,6 +26,7 @@ from ligermodels.data.streaming import StreamedCorpus, Windowed
 from ligermodels.data.token_cache import TokenCache
 from ligermodels.data.workers import default_count
 from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.models.extra_heads import require_model
 from ligermodels.training.base import Base
 from ligermodels.training.console import Console
 from ligermodels.training.locations import comparable_settings
@@ -235,6 +237,10 @@ def content_of(recipe: TrainingRecipe, base: Base, *, on_meta: bool = False) -> 
     }
     if teacher := recipe.settings().get(TEACHER):
         folder = hub.resolve(teacher, weights=not on_meta)
+        try:
+            require_model(read_json(folder / "config.json"))
+        except ConfigError as error:
+            raise ConfigError(f"{TEACHER}: {error}") from None
         content[TEACHER] = fingerprint.of_checkpoint(folder / "config.json", folder, None if on_meta else folder)
     if recipe.reads_start and (start := recipe.start):
         try:

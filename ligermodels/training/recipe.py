@@ -203,6 +203,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
         return value
 
     def __init__(self, **settings: Any) -> None:
+        check_known(settings, type(self).model_fields, type(self).__name__)
         try:
             super().__init__(**settings)
         except ValidationError as error:
