@@ -47,11 +47,14 @@ class TextModel:
         family: family of the text model as a checkpoint of its own.
         defaults: fields with other defaults than in the family.
         unread: fields of the family that transformers does not read here; a config that sets one is an error.
+        fixed: fields of the family -> the value that transformers computes with here, whatever the config says; another
+            value is an error.
     """
 
     family: Family
     defaults: Mapping[str, Any] = field(default_factory=dict)
     unread: Sequence[str] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
 def layouts(
@@ -117,6 +120,8 @@ def wrapper(
             raise ConfigError(
                 f"config.json: {unread[0]} = {short(text[unread[0]])} is not read for model_type {model_type!r}"
             )
+        stated = Fields(text, where=f"config.json: {TEXT}")
+        fixed = {name: stated.choices(name, only, default=only) for name, only in model.fixed.items()}
         beside, within = config.get(TIED, tied), text.get(TIED, tied)
         if TIED not in config and within != tied and not either:
             # Some releases of transformers read the outer flag, others the inner one.
@@ -126,7 +131,7 @@ def wrapper(
         own = {"model_type": model.family.model_type, "architectures": [model.family.causal_lm]}
         newer = model.family.attribute_map
         defaults = {name: value for name, value in model.defaults.items() if newer.get(name) not in text}
-        return {**defaults, **text, **own, TIED: within if either and not beside else beside}
+        return {**defaults, **text, **fixed, **own, TIED: within if either and not beside else beside}
 
     def decoder_config(config: Config) -> DecoderConfig:
         text = text_of(config)
