@@ -10,9 +10,9 @@ import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from zoo import MULTIMODAL, gradients_of, make_checkpoint, plain, relative_error, stored_as, thinker
+from zoo import MULTIMODAL, auto_class, gradients_of, make_checkpoint, plain, relative_error, stored_as, thinker
 
 import ligermodels as lm
 from ligermodels.archs import FAMILIES
@@ -232,6 +232,31 @@ def test_tied_flags_without_weights_are_those_of_transformers(
         assert beside is None and within is not None and "set tie_word_embeddings beside text_config too" in str(error)
     else:
         assert model.config.head.tied == wanted
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen3_vl", "qwen2_5_omni_thinker"])
+@pytest.mark.parametrize("keep", ["all", "model"])
+def test_token_ids_beside_the_text_config(name: str, keep: Any, tmp_path: Path) -> None:
+    """transformers generates by them, and leaves out no gradient of the padding token among them."""
+    config = copy.deepcopy(MULTIMODAL[name])
+    config["text_config"] = {**config["text_config"], "eos_token_id": 2, "bos_token_id": 3}
+    del config["text_config"]["pad_token_id"]
+    config |= {"pad_token_id": 7, "eos_token_id": [4, 5], "bos_token_id": 6}
+    oracle = make_checkpoint(tmp_path / "model", config)
+    (tmp_path / "model" / "generation_config.json").unlink()
+    model = lm.from_pretrained(tmp_path / "model")
+    assert model.decoder.embed.padding_idx == oracle.get_input_embeddings().padding_idx != 7
+    theirs = GenerationConfig.from_model_config(oracle.config)
+    wanted = {"eos_token_id": [4, 5], "pad_token_id": 7}
+    assert {id: getattr(theirs, id) for id in wanted} == wanted
+    model.save_pretrained(tmp_path / "out", keep=keep)
+    for each in (model, lm.from_pretrained(tmp_path / "out")):
+        defaults = each.generation_defaults()
+        assert {id: defaults[id] for id in wanted} == wanted
+        assert each.config.padding_idx == model.config.padding_idx
+    opened = auto_class(AutoConfig.from_pretrained(tmp_path / "out")).from_pretrained(tmp_path / "out")
+    assert {id: getattr(opened.generation_config, id) for id in wanted} == wanted
+    assert opened.generation_config.bos_token_id == 6
 
 
 @pytest.mark.parametrize(
