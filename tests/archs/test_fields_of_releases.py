@@ -32,6 +32,9 @@ MAMBA |= {"mamba_expand": 3, "mamba_dt_max": 0.5, "mamba_dt_init_floor": 1e-3}
         ("falcon_h1", [], {"mamba_conv_bias": None}),
         ("kimi_linear", ["norm_topk_prob"], {"moe_renormalize": None}),
         ("bailing_hybrid", ["norm_topk_prob"], {"moe_renormalize": None}),
+        # Not where transformers does not read the field.
+        ("bailing_hybrid", [], {"rope_interleave": None}),
+        ("deepseek_v2", [], {"rope_interleave": None}),
         ("qwen3", ["rope_theta"], {"rope_parameters": {**LONG_YARN, "truncate": None}}),
         ("lfm3", [], {"rope_parameters": {"full_attention": NO_BASE, "sliding_attention": NO_BASE}}),
         ("hy_v3", ["first_k_dense_replace"], {"mlp_layer_types": ["sparse", "dense"], "num_hidden_layers": 2}),
