@@ -108,13 +108,14 @@ def require_usable(folder: Path, *, resume: bool, overwrite: bool) -> None:
 
 
 def _require_resumable(folder: Path) -> None:
-    """Raise CheckpointError if `folder` holds files that are neither a run with checkpoints nor a run that was
-    interrupted before its first checkpoint."""
+    """Raise CheckpointError if `folder` holds neither a run with checkpoints nor a run that was interrupted before its
+    first checkpoint."""
     checkpoints = Checkpoints(folder / CHECKPOINTS)
-    if checkpoints.steps() or not folder.exists():
+    if checkpoints.steps():
         return
     checkpoints.newest()  # raises for checkpoints under other names
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {""}
+    require_run(folder)
+    names = {path.name for path in folder.iterdir()}
     interrupted = CONTENT in names and not any(matching(name, RESULT) for name in names)
     if not interrupted and not _is_before_first_step(folder):
         if {CONTENT, RECIPE} <= names and _keeps_no_checkpoint(folder / RECIPE):
@@ -126,6 +127,16 @@ def _require_resumable(folder: Path) -> None:
         raise CheckpointError(
             f"{folder}: holds no checkpoint to resume from, but something else; if that is a finished run there is "
             "nothing left to do, otherwise give another folder, or overwrite=True to start over"
+        )
+
+
+def require_run(folder: Path) -> None:
+    """Raise CheckpointError if `folder` does not exist or is empty: a run that was killed at any moment leaves a file.
+    Only before `alone_in`, which makes one, this is certain."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        raise CheckpointError(
+            f"{folder}: there is no run to resume; give the folder of the run, or leave resume=True out for a new run "
+            "(overwrite=True beside it resumes a run if there is one, and otherwise starts a new one)"
         )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic.fields import FieldInfo
+
 from ligermodels.convert import hub
 from ligermodels.convert.files import matching
 from ligermodels.data import fingerprint
@@ -42,6 +44,9 @@ resumes."""
 
 LENGTH = {"steps", "epochs"}
 """Settings of the length of a run. It may become longer when it resumes."""
+
+DTYPE = "param_dtype"
+"""Setting of the section `parallel` that affects training."""
 
 WEIGHTS = (".safetensors", ".bin")
 """Endings of files of weights."""
@@ -132,7 +137,7 @@ def packed(
         recipe: the settings: sequence length and what happens to longer documents.
         documents: the documents.
         indices: the documents to use; None for all.
-        options: `batch_size`, `seed` and `epochs` of `PackedBatches`.
+        options: `batch_size`, `seed`, `epochs` and `max_sequences` of `PackedBatches`.
     """
     source = data_source(recipe)
     options |= {"excess_length_strategy": recipe.excess_length_strategy, **source.batch_options}
@@ -179,7 +184,7 @@ def same_recipe(recipe: R, before: Mapping[str, Any]) -> R:
     # `check_schedule` compares LENGTH and DECAY.
     free = recipe.may_change | recipe.kept | BY_CONTENT | {TEACHER} | LENGTH | DECAY
     fields = type(recipe).model_fields
-    given, before = (comparable_settings(fields, settings) for settings in (recipe.settings(), before))
+    given, before = (_compared(fields, settings) for settings in (recipe.settings(), before))
     changed = {name: value for name, value in given.items() if name not in free and value != before.get(name)}
     if changed:
         # Defaults that depend on other settings, which may change, are in none of the given settings.
@@ -188,6 +193,12 @@ def same_recipe(recipe: R, before: Mapping[str, Any]) -> R:
             f"the run cannot resume with another recipe: {changes(changed, before)}; {advice}, or start over"
         )
     return recipe
+
+
+def _compared(fields: Mapping[str, FieldInfo], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`comparable_settings`, with the dtype of the computation, which may not change with the rest of the plan."""
+    plan = settings.get("parallel", {})
+    return comparable_settings(fields, settings) | {f"parallel.{DTYPE}": plan.get(DTYPE)}
 
 
 def length_changes(recipe: TrainingRecipe, before: Mapping[str, Any]) -> str:

@@ -105,7 +105,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
         }
     )
     """Settings that may change when a run resumes. They do not affect training, except for the order of sums. The path
-    of the tokenizer may change, its content may not."""
+    of the tokenizer may change, its content may not; and the plan, but not its `param_dtype`."""
     trains_heads: ClassVar[bool] = False
     """Whether heads are trained, alone or together with the model."""
     kept: ClassVar[frozenset[str]] = frozenset()

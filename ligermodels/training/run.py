@@ -21,7 +21,7 @@ from ligermodels.parallel.ranks import join, rank_device_type
 from ligermodels.training.callback import Callback, callbacks_at, check_callbacks, lm_eval_callback
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console, Outcome
-from ligermodels.training.folder import CHECKPOINTS, alone_in, prepare, require_usable
+from ligermodels.training.folder import CHECKPOINTS, alone_in, prepare, require_run, require_usable
 from ligermodels.training.interruption import AgreedStop, stop_signals
 from ligermodels.training.job import BeforeTraining, JobFactory, Prepare, RunOptions
 from ligermodels.training.loop import train
@@ -100,7 +100,7 @@ def run_job(
             `overwrite` is neither True nor False.
         CheckpointError: the base, its tokenizer or chat template, or every checkpoint of the run is unusable; the base
             is not the base that the run started with; or `out` cannot be written, another run uses it, or it holds the
-            base, tokenizer or heads that the run reads; or, without `overwrite`, something that is no run to resume.
+            base, tokenizer or heads that the run reads; or, without `overwrite`, no run to resume, or something else.
         BackendError: the package of a tracker, or lm-eval, is not installed; or a tracker cannot start.
         TrainingError: the loss is not finite, there is nothing to learn in the data, or another rank has ended.
         KeyboardInterrupt: Ctrl-C, after the checkpoint of the step has been written.
@@ -113,7 +113,7 @@ def run_job(
     callbacks = [*callbacks, *named]
     folder, console = folder_to_write(out), console or Console()
     device = rank_device_type() if device is None else device
-    with _only_run_in(folder, device) as ranks, own_random_numbers(device):
+    with _only_run_in(folder, device, resumes=resume and not overwrite) as ranks, own_random_numbers(device):
         ranks.from_first(str(folder), lambda: require_usable(folder, resume=resume, overwrite=overwrite))
         _check_unstopped(callbacks)
         checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.keep_checkpoints)
@@ -270,11 +270,16 @@ def _complete_checkpoint(step: int, save: SaveCheckpoint, state: RunState) -> No
 
 
 @contextmanager
-def _only_run_in(folder: Path, device: str) -> Iterator[Ranks]:
+def _only_run_in(folder: Path, device: str, *, resumes: bool) -> Iterator[Ranks]:
     """Join the process group of torchrun, if there is one, and lock `folder` for this run.
 
+    Args:
+        folder: the output folder.
+        device: device of the model.
+        resumes: whether there must be a run in the folder.
+
     Raises:
-        CheckpointError: another run uses the folder, or it cannot be written.
+        CheckpointError: another run uses the folder, or it cannot be written; or there is no run in it.
         TrainingError: another rank has ended.
     """
     is_joined, lock = join(device), ExitStack()
@@ -282,6 +287,8 @@ def _only_run_in(folder: Path, device: str) -> Iterator[Ranks]:
         ranks = Ranks.of_group()
         with ranks.step(str(folder), ""):
             if ranks.writes:
+                if resumes:
+                    require_run(folder)
                 lock.enter_context(alone_in(folder))
         yield ranks
     except (dist.DistError, RuntimeError) as error:
