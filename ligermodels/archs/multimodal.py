@@ -110,7 +110,7 @@ def wrapper(
     def text_of(config: Config) -> dict[str, Any]:
         fields = _text_fields(config, flat, absent or {})
         shared = {name: config[name] for name in SHARED if config.get(name) is not None}
-        ends = {name: config[name] for name in ENDS if config.get(name) is not None}
+        ends = {name: shared[name] for name in ENDS if name in shared}
         text = plain_rope({**shared, **fields, **ends})
         text_type = text.get("model_type") or next(iter(text_models))
         model = text_models.get(str(text_type))
