@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligermodels.convert.json_values import first_value, is_object, object_field
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, short
 
 FULL = "full_attention"
 LAYER_THETAS = {FULL: "rope_theta", "sliding_attention": "rope_local_base_freq"}
@@ -32,7 +32,7 @@ def rope_parameters(
         config: the Hugging Face config.
         default_theta: the rotary base of a config that names none. Or one of these dicts: layer type -> base; layer
             type -> settings, used if the config has no `rope_parameters`; or, with a key "rope_type", the settings of a
-            config that has none, in which "default_theta" is the base of settings without `rope_theta`.
+            config that has none. In settings "default_theta" is the base of a config's settings without `rope_theta`.
         layer_type: layers that the settings are for, such as "full_attention", in models with a rope for each layer
             type. The v5 schema nests their settings under this name; LAYER_THETAS has the fields of the v4 schema.
 
@@ -105,10 +105,17 @@ def _defaults(default_theta: float | Mapping[str, Any], layer_type: str) -> tupl
     if not is_object(default_theta):
         return {}, default_theta
     if "rope_type" in default_theta:
-        settings = {name: value for name, value in default_theta.items() if name != "default_theta"}
-        return settings, default_theta.get("default_theta", THETA)
+        return _without_base(default_theta), default_theta.get("default_theta", THETA)
     default = default_theta.get(layer_type, THETA)
-    return (default_theta, default["rope_theta"]) if is_object(default) else ({}, default)
+    if not is_object(default):
+        return {}, default
+    by_type = {name: _without_base(settings) for name, settings in default_theta.items()}
+    return by_type, first_value(default.get("default_theta"), default["rope_theta"])
+
+
+def _without_base(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` without the base of other settings."""
+    return {name: value for name, value in settings.items() if name != "default_theta"}
 
 
 def _select(old: Mapping[str, Any], new: Mapping[str, Any], layer_type: str | None) -> dict[str, Any]:
@@ -124,7 +131,15 @@ def _select(old: Mapping[str, Any], new: Mapping[str, Any], layer_type: str | No
     if new and not nested:
         raise ConfigError(f"rope_parameters: must hold an object for each layer type, such as {layer_type!r}")
     settings = _renamed(object_field(new, layer_type, "rope_parameters."))
-    return _renamed({**settings, **_renamed(old)}) if layer_type == FULL else settings
+    if layer_type != FULL:
+        return settings
+    if "type" in old and "rope_type" not in old and old["type"] != settings.get("rope_type", "default"):
+        # transformers 4 reads this older name here; 5 does not, and leaves these settings without effect.
+        raise ConfigError(
+            f"rope_scaling: type = {short(old['type'])} does not mean the same to all readers of models with a rope "
+            "for each layer type; write rope_type in its place"
+        )
+    return _renamed({**settings, **_renamed(old)})
 
 
 def _renamed(settings: Mapping[str, Any]) -> dict[str, Any]:

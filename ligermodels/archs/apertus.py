@@ -36,6 +36,9 @@ def apertus(config: Config) -> DecoderConfig:
     fields.choices("qk_norm", True, default=True)
     fields.choices("post_norm", False, default=False)
     fields.choices("mlp_bias", False, default=False)
+    if not config.get("rope_scaling") and config.get("rope_parameters") is None:
+        # Releases of transformers differ: the base is this one, or that of the default settings.
+        fields.refuse_unread(["rope_theta"], lambda fields: fields.config.get("rope_theta") or ROPE["default_theta"])
     bias = fields.flag("attention_bias", False)
     norm = QKNormConfig(NormConfig(fields.number("rms_norm_eps", negative=False)))
     own: dict[str, Any] = {"bias": bias, "o_bias": bias, "qk_norm": norm}

@@ -75,7 +75,7 @@ def bailing_hybrid(config: Config) -> DecoderConfig:
     config = without_published_names(config)
     fields = _with_whole_rope(Fields(config, BAILING_HYBRID))
     for name, only in FIXED.items():
-        fields.choices(name, only, default=only)
+        fields = fields.replaced(**{name: fields.choices(name, only, default=only)})  # null stands for this value too
     fields.choices("hidden_act", "silu", default=None)  # also of the convolutions
     fields.reject_tied()
     fields.ignore("use_qk_norm")  # queries and keys of the delta rule are normalised, and those of attention are not

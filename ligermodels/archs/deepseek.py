@@ -83,7 +83,7 @@ def deepseek_v2(config: Config) -> DecoderConfig:
     fixed(fields, "head_dim", rotated, "qk_rope_head_dim")
     fields.choices("moe_layer_freq", 1, default=1)
     fields.choices("scoring_func", "softmax", default="softmax")
-    fields.choices("rope_interleave", True, default=True)
+    fields = fields.replaced(rope_interleave=fields.choices("rope_interleave", True, default=True))  # null is true here
     # transformers does not read it, other programs do.
     fields.choices("norm_topk_prob", False, default=False)
     fields.ignore("num_local_experts", "num_experts")

@@ -25,10 +25,10 @@ DEFAULTS = {
     "sliding_window": 256,
 }
 ROPES = {
-    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4, "default_theta": 1e6},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e6},
 }
-"""The ropes of a config that names none."""
+"""The ropes of a config that names none. The base of settings without one is 1e6, as in transformers."""
 
 
 def lfm3(config: Config) -> DecoderConfig:

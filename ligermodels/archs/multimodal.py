@@ -13,11 +13,14 @@ from ligermodels.convert.json_values import is_object
 from ligermodels.errors import ConfigError, short
 from ligermodels.models.untie import TIED
 
+ENDS = ("bos_token_id", "eos_token_id")
+"""Fields of a multimodal config that transformers generates by, whatever its `text_config` has."""
 SHARED = (
-    "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "is_causal", "per_layer_config",
-    "quantization_config", "quantization", "compression_config", "transformers_weights",
+    *ENDS, "dtype", "torch_dtype", "is_causal", "per_layer_config", "quantization_config", "quantization",
+    "compression_config", "transformers_weights",
 )  # fmt: skip
-"""Fields of a multimodal config that also apply to its text model."""
+"""Fields of a multimodal config that also apply to its text model. `pad_token_id` does not: the token of its
+`text_config` is that whose embedding gets no gradient."""
 BESIDE_TEXT = (
     "text_config", "vision_config", "audio_config", "tie_word_embeddings", "initializer_range", "mm_tokens_per_image",
     "image_token_index", "image_token_id", "boi_token_index", "eoi_token_index", "video_token_id", "audio_token_id",
@@ -47,11 +50,14 @@ class TextModel:
         family: family of the text model as a checkpoint of its own.
         defaults: fields with other defaults than in the family.
         unread: fields of the family that transformers does not read here; a config that sets one is an error.
+        fixed: fields of the family -> the value that transformers computes with here, whatever the config says; another
+            value is an error.
     """
 
     family: Family
     defaults: Mapping[str, Any] = field(default_factory=dict)
     unread: Sequence[str] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
 def layouts(
@@ -104,7 +110,8 @@ def wrapper(
     def text_of(config: Config) -> dict[str, Any]:
         fields = _text_fields(config, flat, absent or {})
         shared = {name: config[name] for name in SHARED if config.get(name) is not None}
-        text = plain_rope({**shared, **fields})
+        ends = {name: shared[name] for name in ENDS if name in shared}
+        text = plain_rope({**shared, **fields, **ends})
         text_type = text.get("model_type") or next(iter(text_models))
         model = text_models.get(str(text_type))
         if model is None:
@@ -117,6 +124,8 @@ def wrapper(
             raise ConfigError(
                 f"config.json: {unread[0]} = {short(text[unread[0]])} is not read for model_type {model_type!r}"
             )
+        stated = Fields(text, where=f"config.json: {TEXT}")
+        fixed = {name: stated.choices(name, only, default=only) for name, only in model.fixed.items()}
         beside, within = config.get(TIED, tied), text.get(TIED, tied)
         if TIED not in config and within != tied and not either:
             # Some releases of transformers read the outer flag, others the inner one.
@@ -126,13 +135,14 @@ def wrapper(
         own = {"model_type": model.family.model_type, "architectures": [model.family.causal_lm]}
         newer = model.family.attribute_map
         defaults = {name: value for name, value in model.defaults.items() if newer.get(name) not in text}
-        return {**defaults, **text, **own, TIED: within if either and not beside else beside}
+        return {**defaults, **text, **fixed, **own, TIED: within if either and not beside else beside}
 
     def decoder_config(config: Config) -> DecoderConfig:
         text = text_of(config)
         # Some releases of transformers wrote the text model's fields twice: beside `text_config` and in it.
         outer = Fields({name: value for name, value in config.items() if name not in text or text[name] != value})
         outer.ignore(*SHARED, *BESIDE_TEXT)
+        outer.check_token("pad_token_id")
         outer.check_unread()
         family = next(m.family for m in text_models.values() if m.family.model_type == text["model_type"])
         if flat and config.get(TEXT) is None:
@@ -170,6 +180,7 @@ def around(thinker: Family, model_type: str, layouts: Sequence[Mapping[str, Any]
     def decoder_config(config: Config) -> DecoderConfig:
         outer = Fields(config)
         outer.ignore(*SHARED, *BESIDE_THINKER)
+        outer.check_token("pad_token_id")
         outer.check_unread()
         fields = thinker_of(config)
         with _within(THINKER):

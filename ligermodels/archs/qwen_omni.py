@@ -8,6 +8,7 @@ from __future__ import annotations
 from ligermodels.archs.experts import expert_layouts
 from ligermodels.archs.multimodal import TextModel, around, layouts, wrapper
 from ligermodels.archs.qwen import FAMILIES as QWEN
+from ligermodels.archs.qwen_vl import NO_WINDOWS
 
 QWEN2_5_OMNI = {
     "vocab_size": 152064,
@@ -43,7 +44,7 @@ QWEN2_5_THINKER = wrapper(
 EXPERTS = [layout["names"] for layout in expert_layouts()]
 QWEN3_THINKER = wrapper(
     "qwen3_omni_moe_thinker",
-    {"qwen3_omni_moe_text": TextModel(QWEN3_MOE, QWEN3_OMNI_MOE)},
+    {"qwen3_omni_moe_text": TextModel(QWEN3_MOE, QWEN3_OMNI_MOE, fixed=NO_WINDOWS)},
     layouts(*ALONE, *TOGETHER, ignored=BESIDE, names=EXPERTS),
 )
 

@@ -23,12 +23,12 @@ QWEN3_VL_MOE = {
     "intermediate_size": 5632,
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
-    "head_dim": 128,
     "moe_intermediate_size": 1408,
     "num_experts_per_tok": 4,
     "num_experts": 60,
-    "norm_topk_prob": True,
 }
+NO_WINDOWS = {"use_sliding_window": False}
+"""Qwen3-VL and Qwen3-Omni compute no windows in transformers."""
 VISION = (r"^(model\.)?visual\.",)
 NEW = ("model.language_model", "lm_head.weight")
 """Prefix and head of the text model in transformers 5 and in checkpoints of Qwen3-VL."""
@@ -36,8 +36,8 @@ OLD = ("model", "lm_head.weight")
 """Prefix and head of the text model in checkpoints of Qwen2-VL and Qwen2.5-VL."""
 QWEN2, QWEN3, QWEN3_MOE = qwen.FAMILIES
 QWEN2_TEXT = TextModel(QWEN2, QWEN2_VL, unread=("head_dim",))
-QWEN3_TEXT = TextModel(QWEN3, QWEN3_VL)
-QWEN3_MOE_TEXT = TextModel(QWEN3_MOE, QWEN3_VL_MOE)
+QWEN3_TEXT = TextModel(QWEN3, QWEN3_VL, fixed=NO_WINDOWS)
+QWEN3_MOE_TEXT = TextModel(QWEN3_MOE, QWEN3_VL_MOE, fixed={**NO_WINDOWS, "norm_topk_prob": True})
 EXPERTS = [layout["names"] for layout in expert_layouts()]
 
 FAMILIES = (

@@ -18,6 +18,7 @@ from ligermodels.convert.config_json import TEXT, THINKER, named_dtype, nested_c
 from ligermodels.convert.dequantize import dequantized, names_in_4_bits, names_in_mxfp4, unquantized_dtype
 from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.convert.files import Companions
+from ligermodels.convert.json_values import first_value
 from ligermodels.convert.loading import FileReader, Reader, Spec
 from ligermodels.convert.quantization import Quantization, without_quantization
 from ligermodels.convert.safetensors_reader import Checkpoint
@@ -215,14 +216,15 @@ def export_spec(
         weight_map: the map by which the model was loaded; by default the family's usual one.
         companions: files beside the weights.
     """
-    family = family_of(hf_config)
+    family, generation_config = family_of(hf_config), companions.generation_config
     if family.text is not None:
-        hf_config, weight_map = family.text(hf_config), None
+        whole, hf_config, weight_map = hf_config, family.text(hf_config), None
         family = family_of(hf_config)
+        generation_config = _token_ids(whole, hf_config) if generation_config is None else generation_config
     return ExportSpec(
         hf_config=hf_config,
         weight_map=family.weight_maps(config)[0] if weight_map is None else weight_map,
-        generation_config=companions.generation_config,
+        generation_config=generation_config,
         default_theta=family.default_theta,
         attribute_map=family.attribute_map,
         added_fields={"architectures": [family.causal_lm], **family.added_fields},
@@ -230,6 +232,19 @@ def export_spec(
         files=companions.tokenizer,
         code=companions.code,
     )
+
+
+def _token_ids(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The generation config of a multimodal checkpoint without one whose padding token its `text` config does not have:
+    there it would be the token whose embedding gets no gradient. None if there is no such token.
+
+    Args:
+        whole: config.json.
+        text: config of the language model as a checkpoint of its own.
+    """
+    ids = {name: text[name] for name in ("bos_token_id", "eos_token_id") if text.get(name) is not None}
+    pad = first_value(*(level.get("pad_token_id") for level in nested_configs(whole).values()))
+    return None if pad in (None, text.get("pad_token_id")) else {**ids, "pad_token_id": pad}
 
 
 def keep_stored_dtypes(model: CausalLM, weight_map: WeightMap, headers: Mapping[str, Spec], dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ from ligermodels.errors import ConfigError, ConfigWarning
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 5e5}
 LONG_YARN = {**YARN, "original_max_position_embeddings": 4096}
+NO_BASE = {"rope_type": "linear", "factor": 2.0}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 MAMBA = {"mamba_n_groups": 2, "mamba_d_conv": 3, "mamba_conv_bias": False, "mamba_dt_min": 0.3, "mamba_chunk_size": 8}
 MAMBA |= {"mamba_expand": 3, "mamba_dt_max": 0.5, "mamba_dt_init_floor": 1e-3}
@@ -31,7 +32,11 @@ MAMBA |= {"mamba_expand": 3, "mamba_dt_max": 0.5, "mamba_dt_init_floor": 1e-3}
         ("falcon_h1", [], {"mamba_conv_bias": None}),
         ("kimi_linear", ["norm_topk_prob"], {"moe_renormalize": None}),
         ("bailing_hybrid", ["norm_topk_prob"], {"moe_renormalize": None}),
+        # Not where transformers does not read the field.
+        ("bailing_hybrid", [], {"rope_interleave": None}),
+        ("deepseek_v2", [], {"rope_interleave": None}),
         ("qwen3", ["rope_theta"], {"rope_parameters": {**LONG_YARN, "truncate": None}}),
+        ("lfm3", [], {"rope_parameters": {"full_attention": NO_BASE, "sliding_attention": NO_BASE}}),
         ("hy_v3", ["first_k_dense_replace"], {"mlp_layer_types": ["sparse", "dense"], "num_hidden_layers": 2}),
         ("hy_v3", ["first_k_dense_replace"], {"num_hidden_layers": 2}),
         ("hy_v3", [], {"num_hidden_layers": 2, "mlp_layer_types": ["dense"] * 2, "first_k_dense_replace": 3}),
@@ -79,6 +84,10 @@ def test_as_in_transformers(name: str, without: list[str], fields: dict[str, Any
             {"mlp_layer_types": ["sparse", "dense"], "num_hidden_layers": 2},
             "first_k_dense_replace = 1 contradicts mlp_layer_types",
         ),
+        # transformers 5 reads no `type` here, and no base beside default settings; transformers 4 did.
+        ("gemma3_text", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling: type = 'yarn' does not mean"),
+        ("olmo3", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_scaling: type = 'linear' does not mean"),
+        ("apertus", {"rope_parameters": None, "rope_theta": 700.0}, "rope_theta = 700.0 does not mean the same to all"),
         ("exaone_moe", {"sliding_windows": [7, 9]}, "sliding_windows = [7, 9] is not implemented"),
         ("exaone_moe", {"swiglu_limits": [0.0, 7.0]}, "swiglu_limits = [0.0, 7.0] is not implemented"),
     ],
@@ -95,6 +104,7 @@ def test_fields_that_are_refused(name: str, fields: dict[str, Any], message: str
             "laguna",
             {"moe_router_score_func": "sigmoid", "swa_attention_sink_enabled": False, "swa_rope_parameters": None},
         ),
+        ("gemma3_text", {"rope_scaling": {**CONFIGS["gemma3_text"]["rope_scaling"], "type": "linear"}}),
         ("laguna", {"mlp_only_layers": [0], "decoder_sparse_step": 1}),
         ("nemotron_h", {"mamba_dt_limit": [0.0, "Infinity"]}),
         ("exaone_moe", {"sliding_windows": None, "swiglu_limits": [0, None]}),

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from zoo import MULTIMODAL, gradients_of, make_checkpoint, plain, relative_error, stored_as, thinker
+from zoo import MULTIMODAL, auto_class, gradients_of, make_checkpoint, plain, relative_error, stored_as, thinker
 
 import ligermodels as lm
 from ligermodels.archs import FAMILIES
@@ -233,6 +234,31 @@ def test_tied_flags_without_weights_are_those_of_transformers(
         assert model.config.head.tied == wanted
 
 
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen3_vl", "qwen2_5_omni_thinker"])
+@pytest.mark.parametrize("keep", ["all", "model"])
+def test_token_ids_beside_the_text_config(name: str, keep: Any, tmp_path: Path) -> None:
+    """transformers generates by them, and leaves out no gradient of the padding token among them."""
+    config = copy.deepcopy(MULTIMODAL[name])
+    config["text_config"] = {**config["text_config"], "eos_token_id": 2, "bos_token_id": 3}
+    del config["text_config"]["pad_token_id"]
+    config |= {"pad_token_id": 7, "eos_token_id": [4, 5], "bos_token_id": 6}
+    oracle = make_checkpoint(tmp_path / "model", config)
+    (tmp_path / "model" / "generation_config.json").unlink()
+    model = lm.from_pretrained(tmp_path / "model")
+    assert model.decoder.embed.padding_idx == oracle.get_input_embeddings().padding_idx != 7
+    theirs = GenerationConfig.from_model_config(oracle.config)
+    wanted = {"eos_token_id": [4, 5], "pad_token_id": 7}
+    assert {id: getattr(theirs, id) for id in wanted} == wanted
+    model.save_pretrained(tmp_path / "out", keep=keep)
+    for each in (model, lm.from_pretrained(tmp_path / "out")):
+        defaults = each.generation_defaults()
+        assert {id: defaults[id] for id in wanted} == wanted
+        assert each.config.padding_idx == model.config.padding_idx
+    opened = auto_class(AutoConfig.from_pretrained(tmp_path / "out")).from_pretrained(tmp_path / "out")
+    assert {id: getattr(opened.generation_config, id) for id in wanted} == wanted
+    assert opened.generation_config.bos_token_id == 6
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -246,6 +272,12 @@ def test_tied_flags_without_weights_are_those_of_transformers(
         ("qwen2_vl", {"head_dim": 14}, "head_dim = 14 is not read for model_type 'qwen2_vl'"),
         ("qwen2_5_omni_thinker", {"head_dim": 14}, "head_dim = 14 is not read for .*'qwen2_5_omni_thinker'"),
         ("qwen3_omni_moe_thinker", {"use_qk_norm": False}, "text_config: use_qk_norm = False is not implemented"),
+        # Fields that transformers does not read here.
+        ("qwen3_vl", {"use_sliding_window": True, "sliding_window": 5}, "text_config: use_sliding_window = True is"),
+        ("qwen3_vl_moe", {"use_sliding_window": True}, "text_config: use_sliding_window = True is not implemented"),
+        ("qwen3_omni_moe_thinker", {"use_sliding_window": True}, "text_config: use_sliding_window = True is not"),
+        ("qwen3_vl_moe", {"norm_topk_prob": False}, "text_config: norm_topk_prob = False is not implemented"),
+        ("gemma3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "type = 'linear' does not mean the same"),
         ("qwen3_vl", {"rope_parameters": {"rope_type": "spiral"}}, r"rope_parameters: rope_type = 'spiral'"),
         ("qwen3_vl", {"rope_parameters": {"rotary_dim": 4}}, r"rope_parameters: rotary_dim = 4 is not implemented"),
     ],
@@ -255,6 +287,28 @@ def test_faults_of_the_text_config_are_named(name: str, text: dict[str, Any], me
     config["text_config"] |= text
     with pytest.raises(ConfigError, match=message):
         lm.from_config(config, device="meta")
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_a_field_that_the_text_config_leaves_out_is_as_in_transformers(name: str) -> None:
+    """Some follow from other fields. Where transformers' config is refused, its default does not fit these sizes."""
+    compose = FAMILIES[MULTIMODAL[name]["model_type"]].decoder_config
+    for field in list(nested_configs(MULTIMODAL[name]).values())[-1]:
+        config = copy.deepcopy(MULTIMODAL[name])
+        del list(nested_configs(config).values())[-1][field]  # type: ignore[attr-defined]
+        try:
+            theirs = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config)).to_dict()
+            wanted = compose(theirs)
+        except (ConfigError, StrictDataclassClassValidationError):
+            continue
+        assert compose(config) == wanted, field
+
+
+def test_null_is_no_change_of_a_field_that_transformers_does_not_read() -> None:
+    config = copy.deepcopy(MULTIMODAL["qwen3_vl_moe"])
+    wanted = lm.from_config(config, device="meta").config
+    config["text_config"] |= {"norm_topk_prob": None, "use_sliding_window": None}
+    assert lm.from_config(config, device="meta").config == wanted
 
 
 @pytest.mark.parametrize("name", MULTIMODAL)
