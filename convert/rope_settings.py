@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligermodels.convert.json_values import first_value, is_object, object_field
-from ligermodels.errors import ConfigError, short
+from ligermodels.errors import ConfigError
 
 FULL = "full_attention"
 LAYER_THETAS = {FULL: "rope_theta", "sliding_attention": "rope_local_base_freq"}
@@ -131,15 +131,7 @@ def _select(old: Mapping[str, Any], new: Mapping[str, Any], layer_type: str | No
     if new and not nested:
         raise ConfigError(f"rope_parameters: must hold an object for each layer type, such as {layer_type!r}")
     settings = _renamed(object_field(new, layer_type, "rope_parameters."))
-    if layer_type != FULL:
-        return settings
-    if "type" in old and "rope_type" not in old and old["type"] != settings.get("rope_type", "default"):
-        # transformers 4 reads this older name here; 5 does not, and leaves these settings without effect.
-        raise ConfigError(
-            f"rope_scaling: type = {short(old['type'])} does not mean the same to all readers of models with a rope "
-            "for each layer type; write rope_type in its place"
-        )
-    return _renamed({**settings, **_renamed(old)})
+    return _renamed({**settings, **_renamed(old)}) if layer_type == FULL else settings
 
 
 def _renamed(settings: Mapping[str, Any]) -> dict[str, Any]:

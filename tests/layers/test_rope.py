@@ -198,7 +198,7 @@ SPELLINGS = [
     ("llama", new(**YARN, finetuned=True, beta_fast=None), new(**YARN), None),
     (
         "gemma3",
-        {"rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 8.0}},
+        {"rope_scaling": {"type": "linear", "factor": 8.0}},
         {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
         "full_attention",
     ),
