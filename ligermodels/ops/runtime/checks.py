@@ -216,7 +216,7 @@ def assert_async(condition: Tensor, message: str, values: Tensor | None = None, 
             its indices. Default: None.
         name: name of the values, before the indices.
     """
-    if not torch.compiler.is_compiling() and checked_on_host(condition):
+    if not torch.compiler.is_compiling() and not is_fake(condition) and checked_on_host(condition):
         if not bool(condition.all()):
             if values is not None:
                 first = (~condition).nonzero()[0].tolist()
