@@ -17,6 +17,9 @@ from ligermodels.convert.weight_map import FLOATS
 from ligermodels.errors import ConfigError
 from ligermodels.errors import short as short
 
+RUN = ("recipe.yaml", "content.json")
+"""Files that a training run writes at its start."""
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in the file `path`.
@@ -24,12 +27,14 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is missing, not JSON, or holds no object.
     """
-    hint = "is this the folder of a checkpoint?"
+    hint = f"is this the folder of {'an adapter' if path.name == ADAPTER_CONFIG else 'a checkpoint'}?"
     if path.name == "config.json" and (path.parent / ADAPTER_CONFIG).is_file():
         hint = (
             "the folder holds an adapter: open its base model, then the adapter with load_adapter; commands without "
             "--adapter take a checkpoint with both, which `ligermodels lora merge MODEL ADAPTER OUT` writes"
         )
+    elif path.name == "config.json" and all((path.parent / name).is_file() for name in RUN):
+        hint = "the folder holds a run that has not written its result; `train --resume --out FOLDER` continues it"
     return read_json_object(path, ConfigError, f"; {hint}")
 
 

@@ -189,19 +189,22 @@ def check_optimizer(optimizer: OptimizerName, *, in_backward: bool, is_sharded: 
         )
 
 
-def check_number(name: str, value: Any, *, positive: bool = False) -> Any:
+def check_number(name: str, value: Any, *, positive: bool = False, most: float = LARGEST) -> Any:
     """Returns `value`.
 
     Args:
         name: name of the argument, for the message.
         value: the value to check.
         positive: whether 0 is not allowed.
+        most: largest allowed value.
 
     Raises:
-        InputError: it is no finite number of at least 0, or above 0 if `positive`.
+        InputError: it is no finite number of at least 0, or above 0 if `positive`; or it is above `most`.
     """
     if not is_number(value) or not 0 <= value < LARGEST or (positive and value == 0):
         raise InputError(f"{name}: must be a number {'above' if positive else 'of at least'} 0, got {short(value)}")
+    if value > most:
+        raise InputError(f"{name}: must be at most {most:g}, got {short(value)}")
     return value
 
 

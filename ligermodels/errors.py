@@ -70,11 +70,17 @@ class TrainingError(LigerModelsError, RuntimeError):
     """Training cannot continue: the loss or the gradient is not finite, there is no target, or a rank has ended."""
 
 
+YAML_WORDS = {"a valid tuple": "a list", "a valid boolean": "true or false", "a valid dictionary": "a mapping"}
+"""Types in messages of pydantic, which are Python's -> the words of YAML and JSON."""
+
+
 def validation_message(error: Any) -> str:
     """One entry of a pydantic error's `errors()` in one line. Messages of our own validators are not changed."""
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     text = error["msg"].replace("Input should be", "must be")
+    for theirs, ours in YAML_WORDS.items():
+        text = text.replace(theirs, ours)
     return f"{'.'.join(map(str, error['loc']))}: {text}, got {short(error['input'])}"
 
 

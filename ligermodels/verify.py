@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from ligermodels.arguments import check_count, check_number
 from ligermodels.convert.placement import DeviceLike, DtypeLike
 from ligermodels.convert.weight_map import WeightMap
-from ligermodels.errors import BackendError, CheckpointError, InputError
+from ligermodels.errors import BackendError, CheckpointError, InputError, warn_caller
 from ligermodels.layers.norm import RMSNormAdd
+from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.state_dict import layout_in_memory
 from ligermodels.pretrained import from_pretrained
 
@@ -24,6 +25,9 @@ TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, tor
 """Largest relative error that rounding explains. Both models compute their rotary tables in fp32 in any dtype."""
 
 LOGITS = "logits"
+
+SCORES_BYTES = 2**31
+"""Size of the scores of one attention layer in transformers above which `verify` warns."""
 
 _NOT_COMPARED = (nn.Linear, RMSNormAdd)
 """Projections, because modules around them return their outputs; and norms that add the residual to their output."""
@@ -109,6 +113,7 @@ def verify(
     model = from_pretrained(folder, dtype=dtype, device=device, attention=attention, progress=progress)
     dtype, device = model.dtype, model.device
     ids = _ids(input_ids, tokens, model.config.vocab_size).to(device)
+    _warn_of_scores(model, ids.numel())
     spec = model.export_spec
     layouts = [] if spec is None else [spec.weight_map, layout_in_memory(spec, model.config)]
     pairs = [modules_in_common(layout) for layout in layouts]
@@ -146,6 +151,17 @@ def _ids(input_ids: Sequence[int] | None, tokens: int, vocab_size: int) -> Tenso
     if ids.numel() == 0:
         raise InputError("input_ids: verify needs at least one token")
     return ids
+
+
+def _warn_of_scores(model: CausalLM, tokens: int) -> None:
+    """A UserWarning if transformers' attention, which keeps the scores of all pairs of tokens, needs much memory."""
+    heads = max((getattr(block.mixer, "num_heads", 0) for block in model.config.blocks), default=0)
+    if (size := heads * tokens**2 * model.dtype.itemsize) > SCORES_BYTES:
+        warn_caller(
+            f"verify: the attention scores of {tokens:,} tokens take {size / 2**30:.1f} GiB in each layer of "
+            f"transformers, and computing them grows with the square of the tokens; fewer compare the same modules",
+            UserWarning,
+        )
 
 
 def modules_in_common(weights: WeightMap) -> dict[str, str]:

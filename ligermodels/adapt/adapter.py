@@ -313,8 +313,19 @@ def lora_tensors(updates: Mapping[str, AnyLoRA]) -> dict[str, Tensor]:
 
 
 def _load(checkpoint: Checkpoint, weight_map: WeightMap, state: Mapping[str, Tensor]) -> None:
-    """Fill `state` from an adapter. CheckpointError, naming its file, if its tensors do not fit."""
-    weight_map.load(checkpoint, state, what=f"{checkpoint.folder / ADAPTER}: the adapter")
+    """Fill `state` from an adapter. CheckpointError, naming its file, if its tensors do not fit, or exceed the range of
+    a smaller dtype (float16 ends at 65,504)."""
+    file = checkpoint.folder / ADAPTER
+    weight_map.load(checkpoint, state, what=f"{file}: the adapter")
+    views = (each for mapping in weight_map.mappings for each in mapping.split(state[mapping.target].detach()))
+    for view, part in views:
+        stored = checkpoint.headers[view.source].dtype
+        is_smaller = stored.is_floating_point and torch.finfo(stored).max > torch.finfo(part.dtype).max
+        if is_smaller and not part.isfinite().all():
+            raise CheckpointError(
+                f"{file}: {view.source}: is stored in {stored}, and has values that are infinite in {part.dtype}; load "
+                "the model, or write the adapter, in bfloat16 or float32"
+            )
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from ligermodels.arguments import nearest
 from ligermodels.convert.json_values import is_list_of, is_number
 from ligermodels.errors import ConfigError, ConfigWarning, short, warn_caller
 
@@ -178,20 +178,30 @@ def check_unread(config: Mapping[str, Any], read: Collection[str], where: str) -
     for name in (each for each in config if each in COUNTS and not _may_count(config[each])):
         raise ConfigError(f"{where}: field {name!r} must be a whole number from 0 on, got {short(config[name])}")
     model_type = f" for model_type {short(config['model_type'])}" if config.get("model_type") else ""
-    for name, value in config.items():
-        if name in read or name in HARMLESS or name.startswith("_") or _is_empty(name, value):
-            continue
-        if name not in COMPUTATION:
-            nearest = difflib.get_close_matches(name, {*read, *HARMLESS, *COMPUTATION}, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            warn_caller(
-                f"{where}: field {name!r} = {short(value)} is unknown{model_type} and not used{hint}", ConfigWarning
-            )
-        elif _matters(name, value, config):
+    for name, value in unread_fields(config, read):
+        if name in COMPUTATION:
             raise ConfigError(
                 f"{where}: {name} = {short(value)} is not implemented{model_type}; remove the field if the checkpoint "
                 "was made without it"
             )
+        hint = nearest(name, {*read, *HARMLESS, *COMPUTATION})
+        warn_caller(
+            f"{where}: field {name!r} = {short(value)} is unknown{model_type} and not used{hint}", ConfigWarning
+        )
+
+
+def unread_fields(config: Mapping[str, Any], read: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """(name, value) of the fields that are unknown, or of COMPUTATION with a value that changes the computation.
+
+    Args:
+        config: the config.
+        read: names of fields that are read; they are left out.
+    """
+    for name, value in config.items():
+        if name in read or name in HARMLESS or name.startswith("_") or _is_empty(name, value):
+            continue
+        if name not in COMPUTATION or _matters(name, value, config):
+            yield name, value
 
 
 def _may_count(value: Any) -> bool:

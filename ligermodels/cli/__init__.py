@@ -97,7 +97,7 @@ def _one_line_errors() -> Iterator[None]:
             raise
         ctx = getattr(error, "ctx", None)
         where = f" (see `{ctx.command_path} --help`)" if ctx is not None else ""
-        message = _one_line(error.format_message()).rstrip(".")
+        message = _one_line(error.format_message()).replace("Value error, ", "").rstrip(".")
         options = {name for parameter in ctx.command.params for name in parameter.opts} if ctx is not None else set()
         if "unexpected extra argument" in message and "--data" in options:  # as of a pattern that the shell expands
             message += "; give --data for each file, or quote a pattern"

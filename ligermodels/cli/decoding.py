@@ -129,7 +129,7 @@ class Decoding:
 
         from ligermodels.generation.generate import as_eos_ids
 
-        defaults = model.generation_defaults()
+        defaults = model.generation_defaults(self.sample, given=self._shaping)
         sample = bool(defaults.get("do_sample", False) if self.sample is None else self.sample)
         self._check_sampling(sample, defaults.get("temperature") if self.temperature is None else self.temperature)
         arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sample}

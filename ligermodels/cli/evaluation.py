@@ -58,7 +58,9 @@ def evaluate(
         list[str] | None, typer.Option(help="Other heads for BASE, benchmarked on the same prompts. May be repeated.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot the results into this PNG file.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = 8,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Sequences per batch; DFlash and DSpark heads: 1.  [default: 8]")
+    ] = None,
     seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens per sequence.  [default: 2048]")] = None,
     max_bad_lines: Annotated[int | None, typer.Option(min=0, help="Unusable lines to skip.  [default: 0]")] = None,
     chat_template: ChatTemplate = None,
@@ -106,23 +108,33 @@ def evaluate(
         benchmarks = _benchmarks(medusa, heads, compare or [], fit.tree, grown, decode_batch_size or [],
                                  token_prompts[1::2], max_new_tokens)  # fmt: skip
     results = _results(scores, fit, benchmarks, nodes)
-    if plot is not None:
-        plot_scores(plot, results)
-        say(f"wrote {plot}")
     if as_json:
         print_json(results)
     else:
         _show(scores, fit, results)
+    if plot is not None:  # after the results, which a plot that cannot be written must not take along
+        plot_scores(plot, results)
+        say(f"wrote {plot}")
 
 
 def _scored(
-    model: MultiHeadModel, documents: Documents, indices: Indices, recipe: MedusaRecipe, seq_len: int, batch_size: int
+    model: MultiHeadModel,
+    documents: Documents,
+    indices: Indices,
+    recipe: MedusaRecipe,
+    seq_len: int,
+    batch_size: int | None,
 ) -> HeadScores:
-    """The scores of the heads on one pass over the documents of `indices`."""
+    """The scores of the heads on one pass over the documents of `indices`. Raises typer.BadParameter for a `batch_size`
+    of heads that are scored on blocks of each sequence."""
     from ligermodels.data.packing import PackedBatches, counted
     from ligermodels.speculative.evaluation import evaluate_heads
 
-    sizes: dict[str, Any] = {"seq_len": seq_len, "batch_size": batch_size, "epochs": 1}
+    if model.every_token and batch_size is not None:
+        reason = "is for heads that are scored on all tokens; these are scored on blocks of one sequence at a time"
+        raise typer.BadParameter(reason, param_hint="--batch-size")
+    size = 1 if model.every_token else batch_size or 8
+    sizes: dict[str, Any] = {"seq_len": seq_len, "batch_size": size, "epochs": 1}
     with progress("scoring") as update:
         strategy = recipe.excess_length_strategy
         batches = PackedBatches(documents, indices, **sizes, excess_length_strategy=strategy)
@@ -259,6 +271,8 @@ def _documents(
     from ligermodels.training.recipe_file import recipe_settings
 
     recipe = MedusaRecipe()
+    if run is not None and not (run / RECIPE).is_file():
+        raise InputError(f"--validation-of {run}: holds no run (no {RECIPE})")
     if run is not None:  # of any kind: the settings of the data are in every recipe
         found = MedusaRecipe.current_names(recipe_settings(run / RECIPE), str(run / RECIPE))
         common = {name: value for name, value in found.items() if name in TrainingRecipe.model_fields}

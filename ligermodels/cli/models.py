@@ -94,7 +94,7 @@ def find(path: str, adapter: str | None = None) -> Source:
     the name of a base model, and heads without a model.
     """
     from ligermodels.convert import hub
-    from ligermodels.convert.config_json import config_in
+    from ligermodels.convert.config_json import config_in, read_json
     from ligermodels.models.extra_heads import base_of_heads as base_of_heads_in
 
     folder = locate(path)
@@ -102,9 +102,8 @@ def find(path: str, adapter: str | None = None) -> Source:
         if holds_only_heads(folder):
             base = base_of_heads_in(config_in(folder))
             raise InputError(f"{path}: holds heads and no model; give {base}, as PATH")
+        read_json(folder / "config.json")  # its error says what the folder holds, the tokenizer's does not
         own = None if adapter is None else adapter_folder(adapter)
-        if own is not None and not holds_adapter(own):
-            raise InputError(f"{adapter}: holds no adapter in PEFT's format (no adapter_config.json)")
         return Source(folder, own)
     if adapter is not None:
         raise InputError(f"{path}: is an adapter itself; with --adapter, give their base model as PATH")
@@ -174,7 +173,10 @@ def locate(path: str, *, weights: bool = True) -> Path:
 
 
 def adapter_folder(name: str) -> Path:
-    """The local folder of an adapter, fetched from the hub if necessary, with its tokenizer if there is one."""
+    """The local folder of an adapter, fetched from the hub if necessary, with its tokenizer if there is one.
+
+    Raises CheckpointError and HubError if the folder cannot be found; InputError if it holds no adapter.
+    """
     from ligermodels.adapt.adapter import BESIDE
     from ligermodels.convert import hub
     from ligermodels.convert.files import NAMED_TEMPLATES
@@ -183,6 +185,8 @@ def adapter_folder(name: str) -> Path:
     if folder != Path(name).expanduser():
         with hub.explained(name, folder.name):
             hub.snapshot(name, folder.name, BESIDE, {}, patterns=[NAMED_TEMPLATES])
+    if not holds_adapter(folder):
+        raise InputError(f"{name}: holds no adapter in PEFT's format (no adapter_config.json)")
     return folder
 
 

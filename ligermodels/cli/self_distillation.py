@@ -71,8 +71,7 @@ def self_distillation_data(
         write_self_distillation_data,
     )
 
-    if is_interrupted(out) and not (resume or overwrite):
-        raise InputError(f"{out}: was interrupted; --resume continues it, --overwrite starts over")
+    _check_interrupted(is_interrupted(out), out, resume=resume, overwrite=overwrite)
     folder = options.folder_of(base)
     checkpoint = Base.of_checkpoint(folder)
     date = date or (interrupted_with(out, "date") if resume else None) or datetime.now().date().isoformat()
@@ -111,3 +110,11 @@ def self_distillation_data(
     if source.num_cut:
         done = {"keep": "are kept without their end", "drop": "are left out"}[truncated]
         say(f"{source.num_cut:,} answers have more than {max_new_tokens:,} tokens (--max-new-tokens) and {done}")
+
+
+def _check_interrupted(is_interrupted: bool, out: Path, *, resume: bool, overwrite: bool) -> None:
+    """Raise InputError for an interrupted call that is neither resumed nor replaced; say if there is none to resume."""
+    if is_interrupted and not (resume or overwrite):
+        raise InputError(f"{out}: was interrupted; --resume continues it, --overwrite starts over")
+    if resume and not is_interrupted:
+        say(f"{out}: there is nothing to resume; it is written from its first record")

@@ -3,6 +3,7 @@ files of draft heads."""
 
 from __future__ import annotations
 
+import codecs
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from ligermodels.arguments import check_number
 from ligermodels.cli import options
 from ligermodels.cli.flags import with_groups
 from ligermodels.console import print_json, progress, readable_bytes, say, show_table
-from ligermodels.convert.input_files import read_text
+from ligermodels.convert.input_files import TEXT_BYTES, open_file
 from ligermodels.errors import InputError, arguments_named
 
 if TYPE_CHECKING:
@@ -102,7 +103,6 @@ def _verify_model(
     `compared`: the arguments `tokens` and `tolerance` of `ligermodels.verify.verify`.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from ligermodels.data.tokenizer import Tokenizer
     from ligermodels.ops.runtime.tensors import dtype_named
     from ligermodels.verify import verify as compare
 
@@ -110,7 +110,7 @@ def _verify_model(
     folder = options.folder_of(path)
     if reference is not None and not reference.is_dir():
         raise InputError(f"--reference {reference}: no such folder")
-    ids = None if text is None else Tokenizer(folder).encode(read_text(text, InputError))[: compared["tokens"]]
+    ids = None if text is None else _tokens_of(text, folder, compared["tokens"])
     with progress(f"loading {path}", in_bytes=True) as update:
         report = compare(
             folder,
@@ -181,7 +181,10 @@ def _show(report: Report, as_json: bool) -> None:
     ]
     show_table(["module", "in transformers", "max relative error", ""], rows, numbers=[2])
     if mismatch:
-        typer.echo(f"First mismatch: {mismatch.name}: error {mismatch.error:.1e}, tolerance {report.tolerance:.0e}.")
+        nan = "" if mismatch.error == mismatch.error else " (outputs of other shapes, or NaN)"
+        typer.echo(
+            f"First mismatch: {mismatch.name}: error {mismatch.error:.1e}{nan}, tolerance {report.tolerance:.0e}."
+        )
     else:
         typer.echo(f"Match: {report.tokens} tokens, every module within {report.tolerance:.0e}.")
 
@@ -253,13 +256,27 @@ def _ids(model: CausalLM, folder: Path, text: Path | None, tokens: int) -> Tenso
     """The first `tokens` tokens of a text, or fixed random tokens: (tokens,), int64, on the model's device."""
     import torch
 
-    from ligermodels.data.tokenizer import Tokenizer
-
     if text is None:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(model.config.vocab_size, (tokens,), generator=generator)
     else:
-        ids = torch.tensor(Tokenizer(folder).encode(read_text(text, InputError))[:tokens])
+        ids = torch.tensor(_tokens_of(text, folder, tokens))
     if len(ids) < 2:
         raise InputError("tokens: a loss needs two or more; give more by --tokens, or a longer text")
     return ids.to(model.device)
+
+
+def _tokens_of(path: Path, folder: Path, most: int) -> list[int]:
+    """The first `most` tokens of a text, of at most its first TEXT_BYTES; InputError if it is no text, or empty."""
+    from ligermodels.data.tokenizer import Tokenizer
+
+    with open_file(path, InputError) as file:
+        content = file.read(TEXT_BYTES + 1)
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:  # a character that TEXT_BYTES cut is left out
+        text = decoder.decode(content[:TEXT_BYTES], final=len(content) <= TEXT_BYTES)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text: {error}") from None
+    if not text:
+        raise InputError(f"{path}: is empty; give a text")
+    return Tokenizer(folder).encode(text.replace("\r\n", "\n").replace("\r", "\n"))[:most]

@@ -134,6 +134,10 @@ class Corpus:
             for file in self._files
         ]
 
+    def has_file(self, path: Path) -> bool:
+        """Whether the documents are of the file `path`, which may not exist, or of a conversion of it."""
+        return path.exists() and any(file.data.original.samefile(path) for file in self._files)
+
     def _find(self, index: int) -> tuple[File, int]:
         file = self._files[bisect_right(self._files, index, key=lambda file: file.first) - 1]
         return file, index - file.first

@@ -309,7 +309,7 @@ class Documents:
         record, unused = self.content(index).record()
         self._note_unused(index, unused)
         if isinstance(record, Completion) and not record.completion:
-            raise NothingToLearn("the text is empty")
+            raise NothingToLearn(record.emptiness)
         return record
 
     def _each(self, indices: Iterable[int], read: Callable[[int], T], unusable: Callable[[], T]) -> list[T]:

@@ -173,7 +173,7 @@ class Encoder:
                     self._collect_warnings(warnings)
                     ids, labels = self.chat(*record)
                 elif not record.completion:
-                    raise NothingToLearn("the text is empty")
+                    raise NothingToLearn(record.emptiness)
                 elif record.prompt:
                     ids, labels = self.completion(record)
                 else:

@@ -128,7 +128,7 @@ def _warn_once(versions: Versions, i: int, part: str) -> None:
     if (role, part) not in template.omitted:
         template.omitted.add((role, part))
         template.warn(
-            f"{template.name}: does not write the {part} of the {role} (message {i}): the model is trained without it"
+            f"{template.name}: does not write the {part} of the {role} (message {i}): the model gets chats without it"
         )
 
 

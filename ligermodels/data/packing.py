@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,6 +45,7 @@ class PackedBatches:
         excess_length_strategy: for a whole document with more than `seq_len` tokens: "truncate" keeps its first
             `seq_len` tokens, "drop" leaves it out, "split" cuts it into sequences (later sequences are trained on
             without the beginning), "raise" is an error. Such documents are counted in a message.
+        max_sequences: most sequences of all batches; None for no limit.
 
     Raises:
         InputError: there are no documents, or a size is too small. During iteration, after an epoch in which no
@@ -67,6 +69,7 @@ class PackedBatches:
         seed: int | None = None,
         epochs: int | None = None,
         excess_length_strategy: ExcessLengthStrategy = "truncate",
+        max_sequences: int | None = None,
     ) -> None:
         if seq_len < 2 or batch_size < 1:
             raise InputError(f"must be at least 2 and 1: {seq_len=}, {batch_size=}")
@@ -83,6 +86,7 @@ class PackedBatches:
         if self._order.num_documents == 0:
             raise InputError(NO_DOCUMENT)
         self._seq_len, self._batch_size, self._excess = seq_len, batch_size, excess_length_strategy
+        self._left = sys.maxsize if max_sequences is None else max_sequences
         self.documents_read = 0
         """Number of documents that have been read, over all epochs, since the start or the last `load_state_dict`."""
         self._start(0, 0)
@@ -109,8 +113,9 @@ class PackedBatches:
 
     def __next__(self) -> Batch:
         pieces: list[Piece] = []
-        for _ in range(self._batch_size):
+        for _ in range(min(self._batch_size, self._left)):
             pieces += self._row()
+            self._left -= 1
         if not pieces:
             raise StopIteration
         return self._batch(pieces)
@@ -170,7 +175,9 @@ class PackedBatches:
         self._documents.notes.say_totals()
         if not self._num_rows:
             count = f"{self.num_documents:,} documents" if self.num_documents else "documents"
-            raise InputError(f"there is nothing to learn in any of the {count}: {self._advice}")
+            bad = len(self._documents.bad)
+            unusable = f" ({bad:,} are unusable: see the messages about them)" if bad else ""
+            raise InputError(f"there is nothing to learn in any of the {count}{unusable}: {self._advice}")
         self._start(self._epoch + 1, 0)
 
     def _read(self, indices: Iterable[int]) -> Iterator[Piece]:

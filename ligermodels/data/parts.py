@@ -27,10 +27,13 @@ FIELDS = {
 
 def as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as transformers gives it to templates: without keys that are null, which templates would write as
-    "None", and with its reasoning under the keys that templates read."""
+    "None", and with its reasoning under the keys that templates read. A turn of reasoning alone has an empty content,
+    because templates expect one."""
     present = {key: value for key, value in message.items() if value is not None}
     for key in REASONING:
         if key in present:
+            if not present.get("tool_calls"):  # `CallForm` has their content
+                present = {"content": "", **present}
             return {"thinking": present[key], **present, "reasoning_content": present[key]}
     return present
 

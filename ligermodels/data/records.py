@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ligermodels.data.chat import Message, join_turns
 from ligermodels.data.lines import decoded, fields_of, without_nulls
+from ligermodels.data.parts import is_filled
 from ligermodels.data.record_fields import (
     COMPLETION,
     CONVERSATIONS,
@@ -45,6 +46,11 @@ class Completion(NamedTuple):
     prompt: str
     completion: str
     is_finished: bool = True
+
+    @property
+    def emptiness(self) -> str:
+        """The message for a record without a completion."""
+        return f"the {'completion' if self.prompt else 'text'} is empty"
 
 
 Record: TypeAlias = Completion | Chat
@@ -233,7 +239,7 @@ def _chat(turns: Any, record: Mapping[str, Any], *, from_sharegpt: bool = False,
     """
     messages = _messages(turns, record, from_sharegpt=from_sharegpt, untrained=untrained)
     answers = [message for message in messages if message["role"] == "assistant"]
-    if not any(message.get("tool_calls") or message["content"].strip() for message in answers):
+    if not any(is_filled(message, part) for message in answers for part in ("content", "calls", "reasoning")):
         raise NothingToLearn("the assistant does not say a word in the chat")
     if all("weight" in message for message in answers):
         raise NothingToLearn("no turn of the assistant is trained on")
@@ -318,7 +324,7 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
     calls = decoded(fields.pop("tool_calls", [])) or ([function_call] if function_call else [])
     no_text = f'turn {number} of the chat needs text under "role" and "content", or "from" and "value"'
     role = _check_type(role, str, no_text).strip().lower()
-    if content is not None or not calls:
+    if content is not None or not (calls or is_filled(fields, "reasoning")):
         content = _check_type(content, str, no_text)
     if role not in ROLES:
         raise ValueError(f"turn {number} of the chat has an unknown role, {role!r}; use one of {', '.join(ROLES)}")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ligermodels.data.frames import Frame, Frames
 from ligermodels.data.leaves import Leaf, find_leaves
-from ligermodels.data.parts import is_trained
+from ligermodels.data.parts import is_trained, parts_of
 from ligermodels.data.versions import Version, Versions, without_marks
 from ligermodels.errors import InputError
 
@@ -103,8 +103,9 @@ class Turns:
         return self.versions.messages[leaf.message].get("role") == "assistant" and leaf.part != "responses"
 
     def _lost(self, i: int) -> InputError:
-        name = self.versions.template.name
-        return InputError(f"{name}: message {i}, of the assistant, cannot be located in the rendered chat")
+        name, parts = self.versions.template.name, parts_of(self.versions.messages[i])
+        reason = ": it has reasoning alone, which the template does not write there" if parts == ["reasoning"] else ""
+        return InputError(f"{name}: message {i}, of the assistant, cannot be located in the rendered chat{reason}")
 
     def _frame(self, frames: Frames, runs: list[list[Leaf]], k: int, low: int) -> Frame:
         """The frame of run k of the parts, whose text starts after `low`.

@@ -38,7 +38,7 @@ def check_written(template: ChatTemplate, messages: Sequence[Message], variables
     for name in unwritten:
         if ("turn", name) not in template.omitted:
             template.omitted.add(("turn", name))
-            template.warn(f'{template.name}: does not write "{name}" of turns: the model is trained without it')
+            template.warn(f'{template.name}: does not write "{name}" of turns: the model gets chats without it')
 
 
 def _unwritten(

@@ -3,15 +3,16 @@ checkpoint sets."""
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ligermodels.arguments import check_names, nearest, parameter_names
-from ligermodels.errors import ConfigError, InputError, short
+from ligermodels.errors import ConfigError, ConfigWarning, InputError, short, warn_caller
 from ligermodels.generation.generate import Decoding, generate
-from ligermodels.generation.sampling import check_values
+from ligermodels.generation.sampling import SHAPING, check_values
 
 WRAP = "transformers' own generate has it: ligermodels.integrations.wrap(model).generate(...)"
 BEAMS = f"there is no beam search; sample, with do_sample=True and num_return_sequences, or {WRAP}"
@@ -201,19 +202,41 @@ def generation_defaults(
     overrides = overrides or {}
     stored = hf_config if generation_config is None else generation_config
     fields = {name: value for name, value in {**stored, **overrides}.items() if value is not None}
-    options = {name: fields.get(name, default) for name, default in GENERATION.items()}
-    for name, value in options.items():
-        try:
-            check_values(**{name: value})
-        except InputError:
-            source = "generation_config" if name in overrides else file
-            raise ConfigError(f"{source}: field {name!r} is not usable for generation: {short(value)}") from None
+    if generation_config is not None:
+        _warn_of_misspelt(generation_config)
     check_values(do_sample=do_sample)
+    options = {name: fields.get(name, default) for name, default in GENERATION.items()}
     samples = options["do_sample"] if do_sample is None else do_sample
+    options = {name: _usable(name, value, file, overrides, samples) for name, value in options.items()}
     checkpoint_fields = {name: value for name, value in fields.items() if name not in overrides}
     _check_implemented(file, checkpoint_fields, samples=samples, contrastive=not samples and options["top_k"] > 1)
     ids = {**hf_config, **(generation_config or {}), **overrides}
     return {**options, **{name: ids.get(name) for name in ("eos_token_id", "pad_token_id")}}
+
+
+def _warn_of_misspelt(generation_config: Mapping[str, Any]) -> None:
+    """ConfigWarning for unknown fields whose names are nearly those of an option; transformers ignores unknown ones."""
+    known = {*OPTIONS, *INSTEAD, *UNUSED, *GENERATION, *CHANGES_TEXT, *CHANGES_SAMPLES}
+    for name in sorted(generation_config.keys() - known):
+        if near := difflib.get_close_matches(name, known, n=1, cutoff=0.88):
+            warn_caller(
+                f"generation_config.json: field {name!r} = {short(generation_config[name])} is unknown and not used; "
+                f"did you mean {near[0]!r}?",
+                ConfigWarning,
+            )
+
+
+def _usable(name: str, value: Any, file: str, overrides: Collection[str], samples: bool) -> Any:
+    """The `value` of an option. A bad value of the checkpoint is a ConfigError, or the default if the option has no
+    effect, as options of sampling in greedy decoding."""
+    try:
+        check_values(**{name: value})
+    except InputError:
+        if name in SHAPING and name not in overrides and not samples:
+            return GENERATION[name]
+        source = "generation_config" if name in overrides else file
+        raise ConfigError(f"{source}: field {name!r} is not usable for generation: {short(value)}") from None
+    return value
 
 
 def _check_implemented(file: str, fields: Mapping[str, Any], *, samples: bool, contrastive: bool) -> None:
@@ -250,7 +273,7 @@ def check_tree_options(options: Mapping[str, Any], function: Callable[..., Any])
 
 def warn_of_greedy(given: Mapping[str, Any]) -> None:
     """UserWarning if `given` options of a call are for sampling, and decoding is greedy."""
-    shaping = {name: given.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    shaping = {name: given.get(name) for name in SHAPING}
     unused = [f"{name} = {short(x)}" for name, x in shaping.items() if x not in (None, 0, GENERATION[name])]
     unused += ["generator"] if given.get("generator") is not None else []
     if unused:

@@ -113,6 +113,8 @@ def sample(
     return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
 
 
+SHAPING = ("temperature", "top_k", "top_p", "min_p")
+"""Options that shape the distribution to sample from."""
 MOST = 999_999_999
 """Upper bound of the number of tokens, and of samples, of a call."""
 VALUES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.arguments import check_flag, check_number, is_sequence, parameter_names
+from ligermodels.arguments import check_flag, check_number, is_sequence, nearest, parameter_names
 from ligermodels.errors import InputError
 from ligermodels.layers.config_checks import check_numbers
 from ligermodels.layers.linear import Linear
@@ -46,6 +46,18 @@ LOSS_OPTIONS = (
     "memory_budget",
 )
 """What a caller of a model may choose of its loss: see `ops.linear_cross_entropy`."""
+
+INPUTS = ("input_ids", "labels", "attention_mask", "position_ids", "cu_seqlens", "inputs_embeds")
+"""Arguments of a model's forward that a name in place of an option of the loss may mean."""
+_CACHE = "give state=model.new_state(batch, length) to decode with a cache"
+INSTEAD = {
+    "use_cache": _CACHE,
+    "past_key_values": _CACHE,
+    "output_hidden_states": "give return_hidden_states, a list of layers",
+    "output_attentions": "attention probabilities are never in memory",
+    "return_dict": "outputs have names and positions",
+}
+"""Arguments of transformers' models -> what to do instead."""
 
 LOSS_RETURNS = {"return_rank": "ranks", "return_z_loss": "z_loss", "return_predicted": "predicted"}
 """Options of `ops.linear_cross_entropy` that add a result, in the order of the results, and their fields in
@@ -123,7 +135,8 @@ def check_loss_options(
     checks = {**_CHECKS, "num_items_in_batch": _check_items_of_heads} if of_heads else _CHECKS
     for name, value in options.items():
         if name not in checks:
-            raise InputError(f"{name}: no such argument; options of the loss are {', '.join(LOSS_OPTIONS)}")
+            hint = f"; {INSTEAD[name]}" if name in INSTEAD else nearest(name, (*LOSS_OPTIONS, *INPUTS))
+            raise InputError(f"{name}: no such argument{hint}; options of the loss are {', '.join(LOSS_OPTIONS)}")
         if value is None:
             continue
         if needed is None:

@@ -21,8 +21,9 @@ from ligermodels.generation.options import (
 )
 from ligermodels.generation.prompts import TokenIds
 from ligermodels.generation.routing import GenerateOutput
+from ligermodels.generation.sampling import SHAPING
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "generator")
+_SAMPLING = (*SHAPING, "generator")
 
 
 class DraftHeads(Protocol):

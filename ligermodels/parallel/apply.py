@@ -24,7 +24,16 @@ from ligermodels.models.native import check_own_modules
 from ligermodels.parallel.expert import check_expert_parallel, expert_parallel, mixtures
 from ligermodels.parallel.fsdp import check_one_unit, fsdp
 from ligermodels.parallel.plan import ParallelPlan
-from ligermodels.parallel.ranks import Meshes, Parallelism, join, parallelism_of, rank_device, world_size
+from ligermodels.parallel.ranks import (
+    Meshes,
+    Parallelism,
+    check_precision,
+    is_alone,
+    join,
+    parallelism_of,
+    rank_device,
+    world_size,
+)
 from ligermodels.parallel.tensor import check_tensor_parallel, tensor_parallel
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -77,11 +86,8 @@ def parallelize(model: Model, plan: ParallelPlan | None = None) -> Model:
     degrees = plan.degrees(world_size())
     if plan.fsdp_unit == "model":
         check_one_unit(model, {**degrees, "expert": plan.expert}, plan.param_dtype)
-    if world_size() == 1 and not torch.distributed.is_initialized():
-        if plan.param_dtype or plan.reduce_dtype:
-            raise InputError(
-                "param_dtype, reduce_dtype: mixed precision is FSDP2's, which needs a process group; start by torchrun"
-            )
+    if is_alone():
+        check_precision(plan)
         fields = ParallelPlan.model_fields
         for name in ("reshard_after_forward", "fsdp_unit"):  # plans for any number of GPUs have them
             if getattr(plan, name) != fields[name].default:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from ligermodels.arguments import ActivationCheckpointing
+from ligermodels.arguments import ActivationCheckpointing, nearest
 from ligermodels.errors import ConfigError, validation_message
 
 DtypeName = Literal["bfloat16", "float32"]
@@ -80,6 +80,9 @@ class ParallelPlan(BaseModel):
     compile: Literal["none", "blocks"] = Field("none", description="Parts that torch.compile compiles.")
 
     def __init__(self, **settings: Any) -> None:  # without it, type checkers derive one that requires all settings
+        known = type(self).model_fields
+        if unknown := [name for name in settings if name not in known]:
+            raise ConfigError(f"{unknown[0]}: there is no such setting{nearest(unknown[0], known)}")
         try:
             super().__init__(**settings)
         except ValidationError as error:

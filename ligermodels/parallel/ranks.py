@@ -57,6 +57,20 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"]) if launched() else 1
 
 
+def is_alone() -> bool:
+    """Whether there is one process, and no process group."""
+    return world_size() == 1 and not dist.is_initialized()
+
+
+def check_precision(plan: ParallelPlan) -> None:
+    """Raise InputError for a plan with mixed precision in one process without a process group."""
+    if is_alone() and (plan.param_dtype or plan.reduce_dtype):
+        raise InputError(
+            "param_dtype, reduce_dtype: mixed precision is FSDP2's, which needs a process group; start by torchrun, or "
+            "a command with --gpus of at least 2, or leave them out"
+        )
+
+
 def is_sharded(plan: ParallelPlan) -> bool:
     """Whether a model with this plan is sharded: there are several processes, or the plan is not the default."""
     return world_size() > 1 or plan != ParallelPlan()

@@ -46,7 +46,7 @@ from ligermodels.speculative.draft_layer import check_layers, layer_like
 from ligermodels.speculative.draft_projection import own_lm_head, repeats_rows
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.speculative.output import ACCEPTED, MultiHeadOutput
-from ligermodels.speculative.tree import DynamicTree, Tree, require_fixed
+from ligermodels.speculative.tree import DynamicTree, Tree, require_candidates, require_fixed
 
 Model = TypeVar("Model", bound="BlockDraftModel")
 
@@ -80,7 +80,7 @@ class BlockDraftModel(DraftHeadModel):
     Attributes:
         training_options: how the head is trained.
         confidence_threshold: of DSpark: a step accepts drafts of a sequence only while the product of the confidences
-            up to them is at least this. 0, the default, for all drafts.
+            up to them is at least this, from 0 to 1. 0, the default, for all drafts.
     """
 
     reads_every_token, first_ahead = True, 1
@@ -354,7 +354,8 @@ class BlockDraftModel(DraftHeadModel):
     def drafter(self, tree: Tree | DynamicTree) -> BlockDrafter:
         """A drafter that runs the head once per step."""
         require_fixed(tree, self.kind)
-        threshold = check_number("confidence_threshold", self.confidence_threshold)
+        require_candidates(tree, self.head.config.draft_vocab_size)
+        threshold = check_number("confidence_threshold", self.confidence_threshold, most=1)
         if threshold and self.head.confidence is None:
             raise InputError("confidence_threshold: this head has no confidence head; leave it 0")
         project = self.project_with(self.head.dtype)

@@ -49,8 +49,6 @@ class BlockDrafter(Drafter):
         config, device = self.head.config, self.head.fc.weight.device
         if tree.max_depth > config.num_drafts:
             raise InputError(f"tree: is {tree.max_depth} tokens deep, but a block proposes {config.num_drafts}")
-        if tree.width > config.draft_vocab_size:
-            raise InputError(f"tree: has {tree.width} candidates per token, of {config.draft_vocab_size} tokens")
         self.tree, size = tree, config.block_size
         self.choose = choose
         self._caches: Any = self.head.new_state(batch_size, max_length + size + tree.max_depth, device).layers

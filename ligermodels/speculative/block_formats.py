@@ -33,6 +33,7 @@ from ligermodels.speculative.draft_files import (
     stored_base,
     stored_layers,
     stored_tokens,
+    warn_unread,
 )
 
 SLIDING = "sliding_attention"
@@ -45,6 +46,11 @@ _KNOWN = {
     AUX_STATES,
 }  # fmt: skip
 """Fields of `dflash_config` that are read, or change no greedy draft."""
+_READ = {
+    *_KNOWN, *MARKOV, *DFLASH2, BOUNDARIES, NESTED, "layer_types", "max_window_layers", "sample_from_anchor",
+    "is_causal", "sliding_window_non_causal", "projector_type", "shift_label", "num_anchors",
+}  # fmt: skip
+"""Fields of config.json that are read, or are options of the training."""
 
 
 def _speculators(config: BlockDraftConfig, target: Target, num_anchors: int) -> dict[str, Any]:
@@ -165,6 +171,7 @@ def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> BlockDraftC
     nested = object_field(stored, NESTED)
     fields = {**stored, **nested}
     _refuse_others(stored, nested, fields)
+    warn_unread(stored, _READ | set(GEMMA4_FIELDS if stored.get("model_type") in GEMMA4 else ()))
     layers = _layers(stored)
     if kind == DSPARK_TYPE and misses_anchor(stored):
         warn_caller(

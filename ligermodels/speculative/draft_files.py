@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ligermodels.archs.unread import COMPUTATION, unread_fields
+from ligermodels.arguments import nearest
 from ligermodels.convert.config_json import read_json
 from ligermodels.convert.json_values import as_object, is_int, is_list_of, object_field
 from ligermodels.convert.safetensors_reader import Checkpoint
@@ -49,6 +51,11 @@ GEMMA4_FIELDS = (
     "per_layer_config",
 )  # fmt: skip
 """Further fields of layers of Gemma 4's kind."""
+_READ = {
+    *LAYER_FIELDS, SERVING, NESTED_LAYERS, "layer_types", "speculators_model_type", "speculators_version",
+    "draft_vocab_size", "target_hidden_size", "num_target_layers", "embed_requires_grad", "has_no_defaults_at_init",
+}  # fmt: skip
+"""Fields of config.json of any such head that are read, or say what its tensors say too."""
 
 
 @contextmanager
@@ -126,6 +133,20 @@ def read_ids(name: str, ids: Any) -> tuple[int, ...]:
     if not ids or not is_list_of(ids, is_int):
         raise ConfigError(f"{name}: must be a list of whole numbers, at least one, got {short(ids)}")
     return tuple(ids)
+
+
+def warn_unread(stored: Mapping[str, Any], read: Collection[str], path: str = "") -> None:
+    """A ConfigWarning about fields of a head's config.json that nothing reads, if they may change its computation.
+
+    Args:
+        stored: config.json, or an object in it.
+        read: names of the fields that the heads of this kind read, besides the fields of all heads.
+        path: prefix of the names in the message, such as "eagle_config.".
+    """
+    read = {*_READ, *read}
+    for name, value in unread_fields(stored, read):
+        hint = "" if name in COMPUTATION else nearest(name, read)
+        warn_caller(f"config.json of the head: field {path}{name} = {short(value)} is not used{hint}", ConfigWarning)
 
 
 def agreed_boundaries(named: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:

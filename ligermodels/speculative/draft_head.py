@@ -268,7 +268,7 @@ class DraftHeadModel(MultiHeadModel):
             further[files.EMBEDDING] = files.stored_embedding(self)
         tensors = weight_map.export(state)
         tensors += [LazyTensor(key, tuple(x.shape), x.dtype, partial(torch.clone, x)) for key, x in further.items()]
-        save_alone(folder_to_write(folder), tensors, config, Ranks(state.values()), overwrite=overwrite)
+        save_alone(self.base, folder_to_write(folder), tensors, config, Ranks(state.values()), overwrite=overwrite)
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the head without the base model, for `from_pretrained`: `export` in speculators' form.

@@ -39,7 +39,7 @@ from ligermodels.speculative.eagle3_head import KINDS, DraftStates, Eagle3Config
 from ligermodels.speculative.multi_head import check_decay
 from ligermodels.speculative.output import ACCEPTED, MultiHeadOutput
 from ligermodels.speculative.step_drafter import StepDrafter, TreeDrafter
-from ligermodels.speculative.tree import DynamicTree, Tree
+from ligermodels.speculative.tree import DynamicTree, Tree, require_candidates
 
 
 class Eagle3Model(DraftHeadModel):
@@ -241,6 +241,7 @@ class Eagle3Model(DraftHeadModel):
 
     def drafter(self, tree: Tree | DynamicTree) -> StepDrafter:
         """A drafter that applies the head once per level of `tree`, whatever `num_steps` is."""
+        require_candidates(tree, self.config.draft_vocab_size)
         head = self.head
         dtype = head.reader.fc.weight.dtype
         project = self.project_with(dtype)

@@ -31,12 +31,20 @@ from ligermodels.speculative.draft_files import (
     stored_base,
     stored_layers,
     stored_tokens,
+    warn_unread,
 )
 from ligermodels.speculative.eagle3_head import Eagle3Config
 
 BOUNDARIES = "eagle_aux_hidden_state_layer_ids"
 LAYER_IDS, STEPS_FIELD, DECAY_FIELD = "target_layer_ids", "ttt_length", "step_loss_decay"
 """Fields of DeepSpec: ids of layers, steps of training, and the decay of their weights."""
+NESTED = "eagle_config"
+_READ = {
+    *EAGLE_FLAGS, BOUNDARIES, LAYER_IDS, STEPS_FIELD, DECAY_FIELD, NESTED, "layer_types", "target_model_name_or_path",
+    "draft_num_hidden_layers",
+}  # fmt: skip
+_NESTED_READ = {BOUNDARIES, AUX_STATES, "use_input_layernorm_in_first_layer", "use_last_layernorm"}
+"""Fields of config.json and of its `eagle_config` that are read, or that all heads here have."""
 
 
 def _speculators(config: Eagle3Config, target: Target, num_steps: int, decay: float) -> dict[str, Any]:
@@ -69,7 +77,7 @@ def _specforge(config: Eagle3Config, target: Target, num_steps: int, decay: floa
         "target_hidden_size": config.target_hidden_size,
         **{flag: getattr(config, flag) for flag in EAGLE_FLAGS},
         BOUNDARIES: list(config.boundaries),
-        "eagle_config": {BOUNDARIES: list(layer_ids_of(config.boundaries)), AUX_STATES: True},
+        NESTED: {BOUNDARIES: list(layer_ids_of(config.boundaries)), AUX_STATES: True},
         "tie_word_embeddings": False,
     }
 
@@ -158,6 +166,8 @@ def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> Eagle3Confi
     it is no config of an EAGLE-3 head, or a field has a bad value."""
     stored_steps(stored), stored_decay(stored)  # checked here, where errors name the folder
     flat = _is_flat(stored)
+    warn_unread(stored, _READ)
+    warn_unread(as_object(stored.get(NESTED)), _NESTED_READ, f"{NESTED}.")
     whole = dict(stored if flat else object_field(stored, "transformer_layer_config"))
     layer = {name: value for name, value in whole.items() if name in LAYER_FIELDS or not flat}
     layer.pop("architectures", None)  # of the head
@@ -185,8 +195,8 @@ def _is_flat(stored: Mapping[str, Any]) -> bool:
         raise ConfigError(f"speculators_model_type: must be 'eagle3', got {short(kind)}")
     if kind is None and draft_type(stored) != EAGLE_TYPE:
         raise ConfigError("architectures: names no EAGLE-3 head, such as 'LlamaForCausalLMEagle3'")
-    if as_object(stored.get("eagle_config")).get(AUX_STATES) is False:
-        raise ConfigError(f"eagle_config.{AUX_STATES}: false, a head of the last layer's states, is not implemented")
+    if as_object(stored.get(NESTED)).get(AUX_STATES) is False:
+        raise ConfigError(f"{NESTED}.{AUX_STATES}: false, a head of the last layer's states, is not implemented")
     return kind is None
 
 
@@ -199,11 +209,11 @@ def _types(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 def stored_boundaries(stored: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The boundaries that each field of config.json names, by the field; in the order in which vLLM reads them."""
-    nested = as_object(stored.get("eagle_config"))
+    nested = as_object(stored.get(NESTED))
     fields = (
         (BOUNDARIES, stored.get(BOUNDARIES), tuple),
         (LAYER_IDS, stored.get(LAYER_IDS), boundaries_of),
-        (f"eagle_config.{BOUNDARIES}", nested.get(BOUNDARIES), boundaries_of),
+        (f"{NESTED}.{BOUNDARIES}", nested.get(BOUNDARIES), boundaries_of),
     )
     return {name: convert(_ids(name, given)) for name, given, convert in fields if given is not None}
 

@@ -95,6 +95,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def save_alone(
+    base: CausalLM,
     folder: Path,
     tensors: Sequence[LazyTensor],
     config: Mapping[str, Any],
@@ -106,6 +107,7 @@ def save_alone(
     """Write config.json and one file of tensors, completely or not at all.
 
     Args:
+        base: the base model of the heads.
         folder: created if need be.
         tensors: the tensors.
         config: the fields of config.json.
@@ -115,7 +117,11 @@ def save_alone(
 
     Raises:
         CheckpointError: the folder is in use or cannot be written.
+        InputError: the folder holds the base model, which would be replaced.
     """
+    source = None if base.export_spec is None else base.export_spec.source
+    if source is not None and folder.exists() and source.folder.exists() and folder.samefile(source.folder):
+        raise InputError(f"{folder}: holds the base model, which the heads alone would replace; give another folder")
     name, text = file.removesuffix(".safetensors"), as_json(dict(config))
     if name == file:
         _save_torch(folder, file, tensors, text, overwrite, ranks)

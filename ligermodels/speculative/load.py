@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ligermodels.convert import hub
+from ligermodels.convert.files import ADAPTER_CONFIG
 from ligermodels.errors import CheckpointError, ConfigError, HubError, short
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.extra_heads import DFLASH_TYPE, DSPARK_TYPE, EAGLE_TYPE, MTP_TYPE, draft_type, without_heads
@@ -54,6 +55,10 @@ def load_multi_head(
     try:
         return MedusaModel.from_pretrained(base, heads, progress=progress)
     except NoHeadsError as error:
+        if os.path.isfile(os.path.join(heads, ADAPTER_CONFIG)):
+            raise NoHeadsError(
+                f"{heads}: holds a LoRA adapter and no draft heads; load_adapter opens it, and --adapter in commands"
+            ) from None
         raise NoHeadsError(f"{error}; and no MTP head for this model") from None
 
 

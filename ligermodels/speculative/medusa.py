@@ -268,7 +268,7 @@ class MedusaModel(MultiHeadModel):
             spec.with_heads(*names).save(folder, state, max_shard_size=size, overwrite=overwrite)
         else:
             ranks = Ranks(state.values())
-            save_alone(folder, weights.export(state), config, ranks, file=chosen.file, overwrite=overwrite)
+            save_alone(self.base, folder, weights.export(state), config, ranks, file=chosen.file, overwrite=overwrite)
 
     def save_whole(
         self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", overwrite: bool = False

@@ -34,7 +34,7 @@ from ligermodels.speculative.mtp_files import MTPLayout, load_head, stored_layer
 from ligermodels.speculative.mtp_head import MTPHead
 from ligermodels.speculative.multi_head import MultiHeadModel, check_decay
 from ligermodels.speculative.step_drafter import StepDrafter, TreeDrafter
-from ligermodels.speculative.tree import DynamicTree, Tree
+from ligermodels.speculative.tree import DynamicTree, Tree, require_candidates
 
 DECAY = 0.6
 
@@ -212,6 +212,7 @@ class MTPModel(MultiHeadModel):
         layers, grows = self.head.num_layers, isinstance(tree, DynamicTree)
         if grows and layers > 1:
             raise InputError(f"tree: a DynamicTree needs a head of one layer, this head has {layers}; give a Tree")
+        require_candidates(tree, self.base.config.vocab_size)
         drafter = TreeDrafter if grows else StepDrafter
         return drafter(self.embeddings, self.head, self._through_base, self._new_state, layers)
 
@@ -323,4 +324,4 @@ class MTPModel(MultiHeadModel):
         }
         config = {name: value for name, value in config.items() if value is not None}
         tensors, ranks = layout.weight_map.export(state), Ranks(state.values())
-        save_alone(folder_to_write(folder), tensors, config, ranks, overwrite=overwrite)
+        save_alone(base, folder_to_write(folder), tensors, config, ranks, overwrite=overwrite)

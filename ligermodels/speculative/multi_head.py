@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ligermodels.arguments import check_number
 from ligermodels.errors import InputError
 from ligermodels.generation.options import check_tree_options, renamed_options, without_none
-from ligermodels.generation.sampling import check_values
+from ligermodels.generation.sampling import SHAPING, check_values
 from ligermodels.layers import Targets
 from ligermodels.layers.lm_head import check_loss_options, given_options
 from ligermodels.layers.sharding import call_gathered, reshard
@@ -25,7 +25,6 @@ from ligermodels.models.transformers_tools import RefusesForeignNames
 from ligermodels.speculative.decoding import SpeculativeOutput, speculative_generate
 from ligermodels.speculative.drafting import Drafter
 from ligermodels.speculative.output import MultiHeadOutput
-from ligermodels.speculative.rules import SHAPING
 from ligermodels.speculative.tree import DynamicTree, Tree, chain
 
 
@@ -109,7 +108,8 @@ class MultiHeadModel(RefusesForeignNames, RefusesDropout):
             InputError: the format cannot hold these heads, or no format holds a model together with such heads.
         """
         raise InputError(
-            f"{self.kind}: heads are checkpoints of their own; call export, and save_pretrained of the base"
+            f"{self.kind}: heads are checkpoints of their own; call export (on the command line: the export of their "
+            "command, such as `ligermodels eagle export`), and save_pretrained of the base"
         )
 
     def _head_states(self, hidden: Tensor, batch: PreparedBatch) -> Iterable[Tensor]:

@@ -11,15 +11,12 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.generation.sampling import check_values, greedy, sample
+from ligermodels.generation.sampling import SHAPING, check_values, greedy, sample
 from ligermodels.layers.sharding import ModuleLike, chosen_together
 from ligermodels.speculative.acceptance import Accept, Typical, accept_greedy
 from ligermodels.speculative.drafting import ChooseDrafts
 from ligermodels.speculative.sampling import Sampling
 from ligermodels.speculative.tree import DynamicTree, Tree
-
-SHAPING = ("temperature", "top_k", "top_p", "min_p")
-"""Options that shape the distribution to sample from."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels import ops
-from ligermodels.errors import InputError
 from ligermodels.generation.state import DecodingState
 from ligermodels.layers import TreeTokens
 from ligermodels.speculative.drafting import ChooseDrafts, Drafter, unchanged
@@ -96,10 +95,6 @@ class StepDrafter(Drafter):
                 layer = self.num_layers - 1
                 outputs = self._run(layer, best[-1][:, :, 0], outputs[:, -1:], end + depth - self.num_layers)
             logits = self.lm_head(outputs[:, -1:])
-            if logits.shape[-1] < tree.width:
-                raise InputError(
-                    f"tree: has {tree.width} candidates per token, but there are {logits.shape[-1]} tokens"
-                )
             best.append(self.choose(logits, len(best), self.token_ids))
         return torch.cat(best, dim=1) if best else sequences.root.new_zeros(len(sequences.root), 0, 0)
 
@@ -197,8 +192,6 @@ class TreeDrafter(StepDrafter):
         """The k most probable tokens after outputs (B, T, H) of the head: ids and log-probabilities, both (B, T, k).
         NaN counts as -inf: it would rank before the tokens that it follows."""
         logits, k = self.lm_head(outputs), self.tree.top_k
-        if logits.shape[-1] < k:
-            raise InputError(f"tree: has {k} candidates per token, but there are {logits.shape[-1]} tokens")
         chosen = ops.topk_indices(logits, k)
         scores = logits.float().log_softmax(dim=-1).gather(-1, chosen)
         return self.token_ids(chosen), scores.masked_fill(scores.isnan(), -torch.inf)

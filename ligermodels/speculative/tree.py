@@ -177,6 +177,12 @@ def require_fixed(tree: Tree | DynamicTree, kind: str) -> None:
         )
 
 
+def require_candidates(tree: Tree | DynamicTree, tokens: int) -> None:
+    """InputError for a tree with more candidates per token than the `tokens` that a head proposes."""
+    if tree.width > tokens:
+        raise InputError(f"tree: has {tree.width} candidates per token, but there are {tokens} tokens")
+
+
 def chain(num_heads: int) -> Tree:
     """A tree with a single path: the first candidate of each head."""
     return Tree.from_paths([(0,) * depth for depth in range(1, check_count("num_heads", num_heads, least=0) + 1)])

@@ -78,13 +78,19 @@ class Base:
             on_meta: whether the model is only loaded on the meta device. Then no weights are fetched or copied.
 
         Raises:
-            CheckpointError: there is no such folder, or it holds no checkpoint.
+            CheckpointError: there is no such folder, or it holds no checkpoint, on which LoRA and heads are trained.
             HubError: the checkpoint cannot be fetched from the hub.
             ConfigError: the config cannot be read, there is no tokenizer beside it or in `recipe.tokenizer`, or the
                 tokenizer has more tokens than a config without weights.
         """
         path = Path(str(recipe.base)).expanduser()
-        if not (recipe.trains_configs and _is_config(path)):
+        is_config = _is_config(path)
+        if is_config and path.exists() and not recipe.trains_configs:
+            trained = "draft heads are" if recipe.trains_heads else "LoRA is"
+            raise CheckpointError(
+                f"{path}: is a config without weights (no model.safetensors), and {trained} trained on a checkpoint"
+            )
+        if not (recipe.trains_configs and is_config):
             base = cls.of_checkpoint(hub.resolve(str(recipe.base), weights=not on_meta), recipe.tokenizer)
             base = replace(base, repo_id=None if path.is_dir() else str(recipe.base))
             if on_meta and (not path.is_dir() or missing_tokens(base.tokenizer, recipe.chat_template)):

@@ -28,8 +28,8 @@ from ligermodels.ops.runtime.library import is_dtensor
 from ligermodels.parallel.model_size import ModelSize
 from ligermodels.parallel.plan import ParallelPlan
 from ligermodels.parallel.ranks import largest_of_ranks, parallelism_of
-from ligermodels.training.blockwise_state import local_tensor
 from ligermodels.training.example_padding import ExamplePadding
+from ligermodels.training.graph_state import graph_state
 from ligermodels.training.recording import RecordableOptimizer, Recording, unrecordable_reasons
 from ligermodels.training.reports import OutputMetrics
 from ligermodels.training.row_padding import RowPadding
@@ -117,22 +117,31 @@ class GraphStep:
     def _take(self, parts: Parts, options: Options) -> StepResult:
         if self._is_sharded:
             reshard(self._step.module)  # a graph gathers every parameter
-        inputs, recorded, reason = None, None, _unfit(self._step, parts, options)
+        inputs, recorded, changes, reason = None, None, False, _unfit(self._step, parts, options)
         if not reason:
-            inputs = _Inputs.of(self._pad(parts), options)
-            if self._graphs and self._state != _state_of(self._step):
-                self._graphs.clear()
+            inputs, changes = _Inputs.of(self._pad(parts), options), self._changes()
             recorded = self._graphs.get(inputs.key)
-            reason = "" if recorded else self._obstacle(parts)
-        need = _Need.EAGER if reason else _Need.REPLAY if recorded else _Need.RECORD
+            reason = "" if recorded or changes else self._obstacle(parts)
+        need = _Need.NEVER if reason else _Need.EAGER if changes else _Need.REPLAY if recorded else _Need.RECORD
         if self._is_sharded:
             need = _Need(largest_of_ranks(need))  # all ranks take the step in the same way
-        if inputs is None or need is _Need.EAGER:
+        if inputs is None or need is _Need.NEVER:
             raise _CannotRecord(reason or "another rank cannot record it")
+        if need is _Need.EAGER:
+            return self._step(parts, options)
         if recorded is None or need is _Need.RECORD:
             recorded = self._graphs[inputs.key] = _RecordedStep(self._step, inputs, self._pool)
-            self._state = _state_of(self._step)
+            self._state = graph_state(self._step)
         return recorded(inputs.tensors)
+
+    def _changes(self) -> bool:
+        """Whether something has changed since the last step that graphs take for constant. Such a step is taken without
+        a graph, and the next one recorded: what changes in each step would be recorded in each."""
+        if self._state is None or self._state == (state := graph_state(self._step)):
+            return False
+        self._graphs.clear()
+        self._state = state
+        return True
 
     def _obstacle(self, parts: Parts) -> str:
         """Why there can be no further graph; "" if there can."""
@@ -148,7 +157,8 @@ class _Need(IntEnum):
 
     REPLAY = 0
     RECORD = 1
-    EAGER = 2
+    EAGER = 2  # this time
+    NEVER = 3
 
 
 def _unfit(step: EagerStep, parts: Parts, options: Options) -> str:
@@ -162,30 +172,6 @@ def _unfit(step: EagerStep, parts: Parts, options: Options) -> str:
     if any("labels" not in part for part in parts):
         return "a micro-batch has no labels"
     return ""
-
-
-@torch.no_grad()  # to_local of each tensor would otherwise be an autograd function, milliseconds of each step
-def _state_of(step: EagerStep) -> Any:
-    """What a graph takes for constant, beside its inputs: addresses of parameters and states, which parameters are
-    trained, settings of the optimizer, settings of modules (training mode, dropout, weights of routers' losses), and
-    addresses of buffers."""
-    groups, modules = step.optimizer.param_groups, [vars(module) for module in step.module.modules()]
-    states = (step.optimizer.state.get(p, {}) for group in groups for p in group["params"])
-    return (
-        [(local_tensor(p).data_ptr(), p.requires_grad) for p in step.model.parameters()],
-        [local_tensor(x).data_ptr() for state in states for x in state.values() if isinstance(x, Tensor)],
-        [{name: value for name, value in group.items() if name not in _RATES} for group in groups],
-        [len(group["params"]) for group in groups],
-        [value for module in modules for value in module.values() if isinstance(value, _PLAIN)],
-        [module.get("config") for module in modules],
-        [buffer.data_ptr() for buffer in step.module.buffers()],
-    )
-
-
-_PLAIN = (int, float, str)
-"""Types of the attributes that are settings of a module."""
-_RATES = ("params", "lr", "initial_lr", "weight_decay")
-"""Options of groups that may change from step to step: see `RecordableOptimizer`."""
 
 
 class _CannotRecord(Exception):

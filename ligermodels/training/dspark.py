@@ -130,11 +130,15 @@ def _job(recipe: BlockRecipe, model: CausalLM, *, resuming: bool) -> Job:
     if recipe.start_from is not None:
         head = model_class.from_pretrained(model, recipe.start_from, **training)
     else:
-        options = {name: getattr(recipe, name) for name in shape} | {"boundaries": recipe.boundaries or None}
+        network = {name: getattr(recipe, name) for name in shape} | {"boundaries": recipe.boundaries or None}
         with initialized_by(recipe.seed, model):
-            head = model_class.from_base(model, **options, **training)
+            head = model_class.from_base(model, **network, **training)
     packed = PackedBlocks(head, recipe.micro_batches(data_share(recipe.parallel)[1])[0])
-    return frozen_base_job(head, recipe.learning_rate, head.save_pretrained, draft_metrics, trainable=packed)
+    options: dict[str, Any] = {
+        "trainable": packed,
+        "validation_batch_size": 1,
+    }  # the blocks of a row depend on its labels
+    return frozen_base_job(head, recipe.learning_rate, head.save_pretrained, draft_metrics, **options)
 
 
 DFLASH_KIND = JobKind(DFlashRecipe, _job, quantize_base)

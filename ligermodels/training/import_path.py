@@ -41,11 +41,14 @@ def imported(path: str, setting: str) -> Any:
     modules in the folder of "folder/module:Class". Messages name the `setting` that holds the path.
 
     Raises:
-        ConfigError: another form, a module that cannot be imported, or no such name in it.
+        ConfigError: another form, a file, a module that cannot be imported, or no such name in it.
     """
     folder, module_name, name = _parts(path)
     if not (module_name and name):
         raise ConfigError(f"{setting}: must be module:name, such as my_code:name; got {path!r}")
+    if module_name.endswith(".py"):
+        instead = os.path.join(folder, module_name.removesuffix(".py"))
+        raise ConfigError(f"{setting}: {path}: names a file; give its module, {instead}:{name}")
     place = str(Path(folder).expanduser().absolute())
     sys.path.insert(0, place)  # like `python -m`
     try:

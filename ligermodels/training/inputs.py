@@ -7,7 +7,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic.fields import FieldInfo
+
 from ligermodels.convert import hub
+from ligermodels.convert.config_json import read_json
 from ligermodels.convert.files import matching
 from ligermodels.data import fingerprint
 from ligermodels.data.built_in_templates import template_file
@@ -23,6 +26,7 @@ from ligermodels.data.streaming import StreamedCorpus, Windowed
 from ligermodels.data.token_cache import TokenCache
 from ligermodels.data.workers import default_count
 from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.models.extra_heads import require_model
 from ligermodels.training.base import Base
 from ligermodels.training.console import Console
 from ligermodels.training.locations import comparable_settings
@@ -42,6 +46,9 @@ resumes."""
 
 LENGTH = {"steps", "epochs"}
 """Settings of the length of a run. It may become longer when it resumes."""
+
+DTYPE = "param_dtype"
+"""Setting of the section `parallel` that affects training."""
 
 WEIGHTS = (".safetensors", ".bin")
 """Endings of files of weights."""
@@ -132,7 +139,7 @@ def packed(
         recipe: the settings: sequence length and what happens to longer documents.
         documents: the documents.
         indices: the documents to use; None for all.
-        options: `batch_size`, `seed` and `epochs` of `PackedBatches`.
+        options: `batch_size`, `seed`, `epochs` and `max_sequences` of `PackedBatches`.
     """
     source = data_source(recipe)
     options |= {"excess_length_strategy": recipe.excess_length_strategy, **source.batch_options}
@@ -179,7 +186,7 @@ def same_recipe(recipe: R, before: Mapping[str, Any]) -> R:
     # `check_schedule` compares LENGTH and DECAY.
     free = recipe.may_change | recipe.kept | BY_CONTENT | {TEACHER} | LENGTH | DECAY
     fields = type(recipe).model_fields
-    given, before = (comparable_settings(fields, settings) for settings in (recipe.settings(), before))
+    given, before = (_compared(fields, settings) for settings in (recipe.settings(), before))
     changed = {name: value for name, value in given.items() if name not in free and value != before.get(name)}
     if changed:
         # Defaults that depend on other settings, which may change, are in none of the given settings.
@@ -188,6 +195,12 @@ def same_recipe(recipe: R, before: Mapping[str, Any]) -> R:
             f"the run cannot resume with another recipe: {changes(changed, before)}; {advice}, or start over"
         )
     return recipe
+
+
+def _compared(fields: Mapping[str, FieldInfo], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`comparable_settings`, with the dtype of the computation, which may not change with the rest of the plan."""
+    plan = settings.get("parallel", {})
+    return comparable_settings(fields, settings) | {f"parallel.{DTYPE}": plan.get(DTYPE)}
 
 
 def length_changes(recipe: TrainingRecipe, before: Mapping[str, Any]) -> str:
@@ -224,6 +237,10 @@ def content_of(recipe: TrainingRecipe, base: Base, *, on_meta: bool = False) -> 
     }
     if teacher := recipe.settings().get(TEACHER):
         folder = hub.resolve(teacher, weights=not on_meta)
+        try:
+            require_model(read_json(folder / "config.json"))
+        except ConfigError as error:
+            raise ConfigError(f"{TEACHER}: {error}") from None
         content[TEACHER] = fingerprint.of_checkpoint(folder / "config.json", folder, None if on_meta else folder)
     if recipe.reads_start and (start := recipe.start):
         try:

@@ -66,6 +66,7 @@ class Job:
     router_bias_update_rate: see `train`.
     reference: a second, frozen model that the run holds: a teacher, or the model before training; None without one.
     batches: the micro-batches of `trainable`, from those of the data.
+    validation_batch_size: rows of a batch of the validation split; None for those of a micro-batch.
     """
 
     model: nn.Module
@@ -78,6 +79,7 @@ class Job:
     router_bias_update_rate: float = 0.0
     reference: CausalLM | None = None
     batches: Callable[[Prefetcher], BatchSource] = lambda prefetcher: prefetcher
+    validation_batch_size: int | None = None
 
 
 class RunOptions(TypedDict, total=False):
@@ -86,7 +88,8 @@ class RunOptions(TypedDict, total=False):
     device: device of the model, such as "cpu" or "cuda", the GPU of the process. Default: None, the GPU if there is
         one, else the CPU.
     attention: attention backend of the model. Default: "auto".
-    resume: continue from the newest checkpoint in the output folder, if there is one. Default: False.
+    resume: continue from the newest checkpoint in the output folder, if there is one; otherwise `console` says that the
+        run starts at step 1. Default: False.
     overwrite: replace what is in the output folder: an earlier run, or another model. Default: False, that is an error.
         With `resume` it has no effect on a run that has a checkpoint.
     console: where messages and progress go. Default: None, nowhere.

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ligermodels.arguments import check_count
+from ligermodels.convert.ranks import Ranks
 from ligermodels.data.batches import Batch, count_targets
 from ligermodels.errors import InputError
 from ligermodels.generation.context_length import context_length, warn_beyond_context
+from ligermodels.parallel.ranks import DataRanks, gloo_group, parallelism_of
 from ligermodels.training.callback import Callback, Event, Hook, callbacks_of, is_due, trained_model
 from ligermodels.training.cuda_graph import CudaGraph, make_step
 from ligermodels.training.renamed import renamed_arguments
@@ -79,7 +83,8 @@ def train(
     Raises:
         TrainingError: the loss or the gradient is not finite (the message names the step and the data), or there is no
             target in the first steps. Checked with each report.
-        InputError: the batches end too early, a batch has no labels, or a number is out of range.
+        InputError: the batches end too early, a batch has no labels, or a number is out of range; or ranks of tensor
+            or context parallelism have different batches in the first step.
 
     Warns:
         SequenceLengthWarning: once, if a sequence is longer than the model's `max_position_embeddings` and the context
@@ -104,6 +109,8 @@ def train(
         parts = list(islice(micro_batches, accumulation_steps))
         if len(parts) < accumulation_steps:
             raise InputError(f"the batches ended at step {step} of {steps}: give more text, more epochs or fewer steps")
+        if step == start + 1:
+            check_same_batches(model, parts)
         num_targets = ranks.sum(count_targets(model, parts).to(device, non_blocking=True))
         check_length(parts, step)
         options = {"num_items_in_batch": num_targets.clamp(min=1), **(loss_options(step) if loss_options else {})}
@@ -112,7 +119,7 @@ def train(
         result = take_step(parts, **options)
         if schedule is not None:
             schedule.step()
-        log.add(PendingStep(step, learning_rate, parts, num_targets, *result))
+        log.add(PendingStep.of(step, learning_rate, parts, num_targets, *result))
         _on_step(callbacks, Event(step, steps, trained_model(model)), learning_rate, result)
         _keep_training(model)
 
@@ -157,6 +164,38 @@ def _check_counts(callbacks: Iterable[Callback], **counts: int) -> None:
     periods = [(f"{type(each).__name__}.every", each.every) for each in callbacks if each.every is not None]
     for name, count in (*counts.items(), *periods):
         check_count(name, count)
+
+
+def check_same_batches(model: Any, batches: Sequence[Mapping[str, Tensor]]) -> None:
+    """Check that ranks of tensor and context parallelism have the same batches: with others the loss would be of parts
+    of each, or a collective call would wait for ever. All ranks call this.
+
+    Args:
+        model: the model.
+        batches: micro-batches of this rank.
+
+    Raises:
+        InputError: on all ranks, if one has other batches than another with which it shares the model or sequences.
+    """
+    spread = parallelism_of(model)
+    if spread is None or spread.plan.tensor * spread.plan.context == 1:
+        return
+    own = [{name: _checksum(x) for name, x in batch.items() if isinstance(x, Tensor)} for batch in batches]
+    first: dict[int, tuple[int, Any]] = {}  # number of the share of the data -> its first rank and the rank's batches
+    ranks = Ranks.of_group(gloo_group("main"))
+    for rank, (share, found) in enumerate(ranks.gather((DataRanks.of(model).rank, own))):
+        other, expected = first.setdefault(share, (rank, found))
+        if found != expected:
+            raise InputError(
+                f"batches: rank {rank} has other batches than rank {other}, with which it shares the model (tensor) or "
+                "each sequence (context); give both the same: divide the data by `DataRanks.of(model)`, not by all "
+                "ranks"
+            )
+
+
+def _checksum(tensor: Tensor) -> tuple[Any, ...]:
+    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return tuple(tensor.shape), str(tensor.dtype), zlib.crc32(content.numpy().tobytes())
 
 
 class ContextLengthCheck:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,8 @@ class Muon(FusedAdamW):
         >>> optimizer.step()
     """
 
+    _further: dict[nn.Parameter, _Matrices] = {}  # noqa: RUF012  (never changed)
+    """Matrices that are in no group yet."""
     options_of_all = (*FusedAdamW.options_of_all, "matrices", "ns_steps", "adjust_lr_fn")
 
     def __init__(
@@ -101,6 +103,7 @@ class Muon(FusedAdamW):
             eps: AdamW: added to the square root of the second moment.
             weight_decay: decoupled weight decay, of all parameters of a group.
             matrices: the parameters that Muon updates, with the rows of each of their matrices: see `hidden_matrices`.
+                They may be in groups that are added later.
             momentum: decay rate of the momentum. A group may have another, also from step to step, as in
                 torch.optim.Muon: `group["momentum"] = 0.9`.
             nesterov: whether the momentum is Nesterov's; groups may differ.
@@ -121,16 +124,13 @@ class Muon(FusedAdamW):
         if adjust_lr_fn not in ("match_rms_adamw", "original"):
             raise InputError(f"adjust_lr_fn: must be 'match_rms_adamw' or 'original', got {adjust_lr_fn!r}")
         super().__init__(params, lr, betas, eps, weight_decay, rounding=rounding, seed=seed, state_bits=state_bits)
-        indices = {id(parameter): index for index, _, parameter in self.indexed_parameters()}
         for parameter in matrices:
             if parameter.ndim not in (2, 3):
                 raise InputError(f"matrices: must have 2 or 3 dimensions, one has shape {tuple(parameter.shape)}")
         # By index, and in the defaults, because copies of an optimizer take only its state, groups and defaults.
-        self.defaults["matrices"] = {
-            indices[id(parameter)]: _Matrices(parameter, rows, ns_steps, adjust_lr_fn)
-            for parameter, rows in matrices.items()
-            if id(parameter) in indices
-        }
+        self.defaults["matrices"] = {}
+        self._further = {p: _Matrices(p, rows, ns_steps, adjust_lr_fn) for p, rows in matrices.items()}
+        self._take_matrices()
         if matrices and not self.defaults["matrices"]:
             raise InputError(
                 "matrices: none of these parameters is in params, so AdamW would update all; call hidden_matrices with "
@@ -141,6 +141,13 @@ class Muon(FusedAdamW):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         _check_momentum(param_group.get("momentum", 0.0))
+        self._take_matrices()
+
+    def _take_matrices(self) -> None:
+        """Note the matrices among the parameters by their indices."""
+        for index, _, parameter in self.indexed_parameters():
+            if (matrices := self._further.pop(cast(nn.Parameter, parameter), None)) is not None:
+                self.defaults["matrices"][index] = matrices
 
     def step_in_backward(self) -> list[RemovableHandle]:
         """As `FusedAdamW.step_in_backward`. Raises InputError for sharded parameters, which every rank gathers."""

@@ -108,7 +108,7 @@ def dry_run(
         device: device of the model, such as "cpu" or "cuda"; None: the GPU if there is one, else the CPU.
         attention: attention backend, or "auto".
         gpus: number of ranks.
-        resume: whether the run would resume from the newest checkpoint in `out`.
+        resume: whether the run would resume from the newest checkpoint in `out`: see `RunOptions`.
         overwrite: whether the run may replace the content of `out`.
         console: where messages and progress go; None: nowhere.
 

@@ -105,7 +105,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
         }
     )
     """Settings that may change when a run resumes. They do not affect training, except for the order of sums. The path
-    of the tokenizer may change, its content may not."""
+    of the tokenizer may change, its content may not; and the plan, but not its `param_dtype`."""
     trains_heads: ClassVar[bool] = False
     """Whether heads are trained, alone or together with the model."""
     kept: ClassVar[frozenset[str]] = frozenset()
@@ -203,6 +203,7 @@ class TrainingRecipe(OptimizerSettings, TokenisingSettings, MonitoringSettings):
         return value
 
     def __init__(self, **settings: Any) -> None:
+        check_known(settings, type(self).model_fields, type(self).__name__)
         try:
             super().__init__(**settings)
         except ValidationError as error:

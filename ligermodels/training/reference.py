@@ -73,6 +73,8 @@ def _merged(values: list[NDArray[np.float64]]) -> NDArray[np.float64]:
 def _fingerprint(plan: RunPlan) -> str:
     names = SETTINGS if plan.base.weights is not None else (*SETTINGS, "seed")  # of random weights
     settings = {name: value for name, value in plan.recipe.settings().items() if name in names}
+    if (dtype := plan.recipe.parallel.param_dtype) is not None:  # of the computation
+        settings["param_dtype"] = dtype
     digests = {name: [file["digest"] for file in files] for name, files in plan.content.items()}
     text = json.dumps([settings, plan.recipe.data_form._replace(prompt_targets=False), digests], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -131,28 +131,30 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that the GPU may not have finished. Its tensors are read with the next report.
+    """A step that the GPU may not have finished. Its tensors are read with the next report; its batches are not kept,
+    which may be large.
 
-    losses, outputs: one entry for each micro-batch of this rank.
+    tokens: number of tokens of this rank.
+    origins: functions that name the lines of data in each micro-batch, where that is known.
     num_targets: number of targets of all ranks, for each head.
+    losses, outputs: one entry for each micro-batch of this rank.
     """
 
     step: int
     learning_rate: float
-    micro_batches: Sequence[Batch]
+    tokens: int
+    origins: list[Callable[[], str] | None]
     num_targets: Tensor
     losses: list[Tensor]
     outputs: OutputMetrics
     grad_norm: Tensor
 
-    @property
-    def tokens(self) -> int:
-        return sum(batch["labels"].numel() for batch in self.micro_batches)
-
-    @property
-    def origins(self) -> list[Callable[[], str] | None]:
-        """Functions that name the lines of data in each micro-batch, where that is known."""
-        return [getattr(batch, "where", None) for batch in self.micro_batches]
+    @classmethod
+    def of(cls, step: int, learning_rate: float, micro_batches: Iterable[Batch], *results: Any) -> PendingStep:
+        """A step on these micro-batches; `results` are the other fields."""
+        batches = list(micro_batches)
+        tokens = sum(batch["labels"].numel() for batch in batches)
+        return cls(step, learning_rate, tokens, [getattr(batch, "where", None) for batch in batches], *results)
 
 
 class StepLog:

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +22,7 @@ from ligermodels.data.packing import PackedBatches, Prefetcher, RankBatches
 from ligermodels.data.survey import Epoch
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.models.extra_heads import require_command
-from ligermodels.parallel.ranks import data_share, is_sharded
+from ligermodels.parallel.ranks import check_precision, data_share, is_sharded
 from ligermodels.speculative.hub import config_of_heads
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
@@ -107,24 +106,25 @@ class RunPlan:
 
     def training_batches(self, device: str = "cpu") -> Prefetcher:
         """Micro-batches of this rank, without end, in page-locked memory if `device` is a GPU."""
-        batches = self._share(self._packed(self.training, seed=self.recipe.seed))
+        batches = self._share(self._packed(self.training, self.micro_batches[0], seed=self.recipe.seed))
         return Prefetcher(batches, pin_memory=torch.device(device).type == "cuda")
 
-    def validation_batches(self) -> Iterator[Batch]:
-        """Micro-batches of this rank from the validation split, or from its first `validation_tokens`."""
-        recipe, limit = self.recipe, None
-        if recipe.validation_tokens is not None:  # whole micro-batches of one process, for any number of ranks
-            size = recipe.micro_batch_size
-            sequences = max(1, recipe.validation_tokens // (recipe.row_tokens * size)) * size
-            limit = max(1, sequences // self.micro_batches[0])
-        return self._share(islice(self._packed(self.validation, epochs=1), limit))
+    def validation_batches(self, batch_size: int | None = None) -> Iterator[Batch]:
+        """Batches of this rank from the validation split, or from its first `validation_tokens`.
+
+        Args:
+            batch_size: rows of a batch. Default: None, those of a micro-batch.
+        """
+        tokens, rows = self.recipe.validation_tokens, batch_size or self.micro_batches[0]
+        most = None if tokens is None else max(1, tokens // self.recipe.row_tokens)
+        return self._share(self._packed(self.validation, rows, epochs=1, max_sequences=most))
 
     def all_batches(self) -> Iterator[Batch]:
         """Micro-batches of this rank with the documents of both splits, once each."""
-        return self._share(self._packed(None, epochs=1))
+        return self._share(self._packed(None, self.micro_batches[0], epochs=1))
 
-    def _packed(self, indices: Indices | DocumentOrder | None, **options: Any) -> PackedBatches:
-        return packed(self.recipe, self.documents, indices, batch_size=self.micro_batches[0], **options)
+    def _packed(self, indices: Indices | DocumentOrder | None, batch_size: int, **options: Any) -> PackedBatches:
+        return packed(self.recipe, self.documents, indices, batch_size=batch_size, **options)
 
     def _share(self, batches: B) -> B | RankBatches:
         """The batches of this rank, from the batches of all ranks."""
@@ -148,7 +148,7 @@ def plan_run(
         recipe: the settings.
         out: folder of the run.
         checkpoints: the checkpoints in this folder.
-        resume: resume from the newest checkpoint, if there is one.
+        resume: resume from the newest checkpoint; without one the run starts at step 1.
         ranks: all ranks; the first rank reads what they share.
         console: where messages and progress go.
         on_meta: whether the model is only loaded on the meta device, see `Base.find`.
@@ -165,6 +165,8 @@ def plan_run(
     start, checkpoint = 0, dict[str, Any]()
     if resume and (newest := on_first_rank(checkpoints.newest)):
         start, checkpoint = newest
+    elif resume:
+        console.say(f"{out}: has no checkpoint to resume from; the run starts at step 1")
     recipe = base.with_token_rows(recipe, checkpoint.get("recipe", {}))
     if checkpoint:
         recipe = same_recipe(recipe, checkpoint["recipe"])
@@ -228,9 +230,11 @@ def _check_start(recipe: TrainingRecipe) -> None:
 
 
 def _check_recipe(recipe: TrainingRecipe) -> None:
-    """Raise ConfigError for a recipe without base or data, and for settings that do not suit the number of ranks."""
+    """Raise ConfigError for a recipe without base or data; and, or InputError, for settings that do not suit the number
+    of ranks."""
     if recipe.base is None or not recipe.data:
         raise ConfigError(f"{'data' if recipe.base else 'base'}: the recipe has none; give it")
+    check_precision(recipe.parallel)
     _, data_ranks = data_share(recipe.parallel)
     _, passes = recipe.micro_batches(data_ranks)  # raises if the ranks cannot divide the batch
     recipe.check_optimizer(passes, is_sharded=is_sharded(recipe.parallel))

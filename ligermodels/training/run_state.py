@@ -101,7 +101,7 @@ class RunState:
         """Evaluate on the validation split. Raises Interrupted as soon as `stop` returns True."""
 
         def batches() -> Iterator[Batch]:
-            return until(stop, self.plan.validation_batches())
+            return until(stop, self.plan.validation_batches(self.job.validation_batch_size))
 
         return self.job.evaluate(batches)
 

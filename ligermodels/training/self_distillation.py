@@ -186,12 +186,14 @@ def write_self_distillation_data(
         The number of records.
 
     Raises:
-        InputError: no document could be continued, `batch_size` is below 1, or the earlier call had other settings or
-            data.
+        InputError: no document could be continued, `batch_size` is below 1, `out` is a file of the data, or the earlier
+            call had other settings or data.
         CheckpointError: the earlier call had another base or chat template.
     """
     check_count("batch_size", batch_size)
     out = Path(out)
+    if source.documents.corpus.has_file(out):
+        raise InputError(f"{out}: is a file of the data, which the result would replace; give another name")
     settings = {**source.settings, "documents": count, "batch_size": batch_size, **(about or {})}
     state: dict[str, Any] = {
         "settings": json.loads(json.dumps(settings)),
@@ -233,7 +235,10 @@ def write_self_distillation_data(
         partial.replace(out)
     _remove(out)
     if not state["written"]:
-        raise InputError("no document could be continued to its end: allow more new tokens, or give texts")
+        raise InputError(
+            "no document could be continued: give texts, or chats with turns of the assistant, which the model writes "
+            "anew; with truncated 'drop', allow more new tokens"
+        )
     return int(state["written"])
 
 

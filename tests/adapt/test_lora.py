@@ -4,6 +4,7 @@ in tests/integrations/test_lora_peft.py."""
 import copy
 import json
 import math
+import re
 import shutil
 import warnings
 from collections import Counter
@@ -602,6 +603,25 @@ def test_an_adapter_with_whole_modules_is_written_again(tmp_path: Path) -> None:
         rewrite_adapter(lm.from_config(tied), tmp_path / "again", tmp_path / "no")
     rewrite_adapter(lm.from_config(tied), tmp_path / "first", tmp_path / "half", dtype="float16")
     assert {x.dtype for x in load_file(tmp_path / "half" / "adapter_model.safetensors").values()} == {torch.float16}
+
+
+@pytest.mark.parametrize("name", ["layers.2.mlp.down_proj.lora_B", "layers.0.self_attn.v_proj.lora_A", "embed_tokens"])
+def test_values_beyond_the_range_of_float16_are_named(name: str, tmp_path: Path) -> None:
+    """They would become infinite; in a larger dtype they are read."""
+    lm.save_adapter(build(modules_to_save=SAVED), tmp_path)
+    file, name = tmp_path / "adapter_model.safetensors", f"base_model.model.model.{name}.weight"
+    tensors = load_file(file)
+    tensors[name][-1, 0] = 1e5
+    save_file(tensors, file)
+    half = lm.from_config(LLAMA, dtype=torch.float16)
+    for load in (lm.load_adapter, lambda *args: rewrite_adapter(*args, tmp_path / "half", dtype="float16")):
+        with pytest.raises(CheckpointError, match=f"{re.escape(name)}: .* infinite in torch.float16"):
+            load(half, tmp_path)
+    assert not lora_layers(half) and not (tmp_path / "half").exists()
+    assert all(p.requires_grad for p in half.parameters())
+    for dtype in (torch.float32, torch.bfloat16):
+        model = lm.load_adapter(lm.from_config(LLAMA, dtype=dtype), tmp_path)
+        assert max(p.max() for p in model.parameters()) == torch.tensor(1e5, dtype=dtype)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import warnings
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -134,3 +135,43 @@ def test_bad_input(untied: Path, tmp_path: Path) -> None:
         verify(untied, input_ids=[5, 131])
     with pytest.raises(CheckpointError, match=r"transformers cannot open .*nothing"):
         verify(untied, reference=tmp_path / "nothing")
+
+
+def test_many_tokens_are_a_warning_before_the_run(untied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers keeps the scores of all pairs of tokens: 100,000 take hours, or more memory than there is."""
+    monkeypatch.setattr("ligermodels.verify.SCORES_BYTES", 4 * 5 * 64**2)
+    size = CONFIGS["llama-3.1"]["num_attention_heads"] * 65**2 * 4 / 2**30
+    monkeypatch.setattr("ligermodels.verify._outputs", lambda *_: pytest.fail("ran"))
+    with (
+        pytest.warns(UserWarning, match=f"scores of 65 tokens take {size:.1f} GiB"),
+        pytest.raises(pytest.fail.Exception),
+    ):
+        verify(untied, tokens=65)
+    with warnings.catch_warnings(), pytest.raises(pytest.fail.Exception):
+        warnings.simplefilter("error")
+        verify(untied, tokens=9)
+
+
+def test_the_beginning_of_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a text of any size: more than TEXT_BYTES were an error. One that holds no text is named."""
+    folder = tmp_path / "model"
+    make_checkpoint(folder, CONFIGS["llama-3.1"])
+    monkeypatch.setattr("ligermodels.cli.verify.TEXT_BYTES", 11)
+    monkeypatch.setattr("ligermodels.data.tokenizer.Tokenizer.__init__", lambda *_: None)
+    monkeypatch.setattr("ligermodels.data.tokenizer.Tokenizer.encode", lambda _, text: [ord(c) % 100 for c in text])
+    path = tmp_path / "book.txt"
+    path.write_bytes("abc\r\nabcdeé and more".encode())
+    for options in ([], ["--quantize", "int4"]):
+        arguments = ["verify", str(folder), "--text", str(path), "--json", *options]
+        found = json.loads(CliRunner().invoke(app, arguments).stdout)
+        assert found["tokens"] == 9 - len(options) // 2  # without the character that the bound cut, and the last \r
+        for content, message in ((b"", "is empty"), (b"a\xe9b", "not UTF-8 text")):
+            (tmp_path / "bad.txt").write_bytes(content)
+            result = CliRunner().invoke(app, ["verify", str(folder), "--text", str(tmp_path / "bad.txt"), *options])
+            assert result.exit_code == 1 and "bad.txt: " + message in result.stderr
+
+
+def test_a_reference_of_other_sizes_is_said(untied: Path, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "other", {**CONFIGS["llama-3.1"], "hidden_size": 84})
+    result = CliRunner().invoke(app, ["verify", str(untied), "--reference", str(tmp_path / "other")])
+    assert result.exit_code == 1 and "decoder.embed: error nan (outputs of other shapes, or NaN)" in result.stdout

@@ -142,3 +142,20 @@ def test_every_argument_of_transformers_is_an_error_as_a_variable() -> None:
     """They are no variables of templates, and would have no effect."""
     names = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
     assert names - {"self", "tools", "documents", "add_generation_prompt", "kwargs"} <= OF_TRANSFORMERS
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "Qwen3", "GLM-4.5", "Gemma 4", "DeepSeek-V3"])
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_a_turn_of_reasoning_alone(name: str, content: dict[str, Any]) -> None:
+    """Without a content, as OpenAI's API writes it, it was refused by templates that join it (gpt-oss). Where the
+    template leaves the reasoning out, nothing of the turn is in the text."""
+    turn = {"role": "assistant", "reasoning_content": "thought1", **content}
+    nowhere = "cannot be located in the rendered chat: it has reasoning alone, which the template does not write there"
+    if name == "DeepSeek-V3":
+        with pytest.raises(InputError, match=f"message 1, of the assistant, {nowhere}"):
+            trained(name, [user(1), turn])
+        return
+    (text,) = trained(name, [user(1), turn])
+    assert "thought1" in text
+    with pytest.raises(InputError, match=f"message 1, of the assistant, {nowhere}"):
+        trained(name, [user(1), turn, user(2), says("said2")])

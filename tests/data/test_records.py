@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -291,6 +292,19 @@ def test_lines_that_cannot_be_used(case: str) -> None:
     assert not isinstance(caught.value, NothingToLearn)
 
 
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_alone_is_words_of_the_assistant(key: str, content: dict[str, Any]) -> None:
+    """Such a chat was left out as one in which the assistant says nothing, or unusable without an empty content."""
+    given = {"content": content["content"]} if content.get("content") is not None else {}
+    turn = {"role": "assistant", key: "I think"}
+    assert parse_line(json.dumps(messages({**turn, **content})).encode()) == ([USER, {**turn, **given}], {})
+    with pytest.raises(NothingToLearn, match="does not say a word"):
+        parse_line(json.dumps(messages({**turn, key: " ", "content": ""})).encode())
+    with pytest.raises(ValueError, match='needs text under "role" and "content"'):
+        parse_line(json.dumps(messages({**turn, key: ""})).encode())
+
+
 @pytest.mark.parametrize(
     "record",
     [
@@ -325,3 +339,9 @@ def test_long_lines_take_bounded_memory(tmp_path: Path) -> None:
         documents.Documents.of_checkpoint(tmp_path, [tmp_path / "data.jsonl"]).read([0])
     found = documents.Documents.of_checkpoint(tmp_path, [tmp_path / "data.jsonl"])
     assert [found.at_once(range(first, 22)) for first in (0, 1, 15, 21)] == [1, 8, 7, 1]
+
+
+def test_an_empty_record_is_a_text_or_a_completion() -> None:
+    for record, name in (({"text": ""}, "text"), ({"prompt": "Hi", "completion": ""}, "completion")):
+        found = read_record(json.dumps(record).encode())[0]
+        assert isinstance(found, Completion) and found.emptiness == f"the {name} is empty"

@@ -117,7 +117,7 @@ def test_other_fields_that_are_not_written_are_named_once(tmp_path: Path, turn: 
     fields = {"language": "English", "audience": "all", "weight": None, "empty": ""}
     turns = [{**each, **(fields if each is turn else {})} for each in (USER, ANSWER)]
     found = read(tmp_path, template_of("qwen2.5"), *turns)
-    words = "does not write {} of turns: the model is trained without it"
+    words = "does not write {} of turns: the model gets chats without it"
     assert found == [f"qwen2.5: {words}".format(f'"{name}"') for name in ("language", "audience")]
     writes = ChatTemplate(template_of("qwen2.5").source + "{{ messages[0].language or messages[1].language }}")
     assert read(tmp_path, writes, *turns) == [f"chat template: {words}".format('"audience"')]
@@ -191,8 +191,8 @@ REASONS = {
         "CONTENT", "{% if thinks and loop.last %}{{ m.reasoning_content }} {% endif %}{{ m.content }}"
     ),
 }
-OF_THE_ASSISTANT = "does not write the reasoning of the assistant (message 1): the model is trained without it"
-OF_THE_USER = "does not write the reasoning of the user (message 0): the model is trained without it"
+OF_THE_ASSISTANT = "does not write the reasoning of the assistant (message 1): the model gets chats without it"
+OF_THE_USER = "does not write the reasoning of the user (message 0): the model gets chats without it"
 REASONINGS: dict[str, tuple[str, list[dict[str, Any]], str | None]] = {
     "of a last turn": ("qwen2.5", [USER, WITH_REASONING], OF_THE_ASSISTANT),
     "of an earlier turn": ("qwen2.5", [USER, WITH_REASONING, USER, ANSWER], OF_THE_ASSISTANT),

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from zoo import CONFIGS
 
 import ligermodels as lm
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, ConfigWarning
 from ligermodels.generation.options import GENERATION, generation_defaults
 
 LLAMA = CONFIGS["llama-3"]
@@ -169,7 +169,27 @@ def test_all_that_is_not_implemented_is_named_at_once() -> None:
 )
 def test_bad_values_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"generation_config\.json: field '{next(iter(options))}' is not usable"):
-        generation_defaults(options, LLAMA)
+        generation_defaults(options, LLAMA, do_sample=None if "do_sample" in options else True)
+
+
+def test_misspelt_fields_are_a_warning() -> None:
+    """Fields of other programs, which resemble no option, pass as in transformers."""
+    for name, near in (("temprature", "temperature"), ("topp", "top_p"), ("eos_token_ids", "eos_token_id")):
+        with pytest.warns(ConfigWarning, match=rf"^generation_config\.json: field '{name}' = 3 is .*mean '{near}'\?$"):
+            generation_defaults({name: 3}, LLAMA)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generation_defaults({"chat_format": "chatml", "assistant_token_id": 3, "max_window_size": 9}, LLAMA)
+
+
+def test_bad_options_of_sampling_are_no_error_in_greedy_decoding() -> None:
+    """They have no effect there: transformers decodes, and so do draft heads."""
+    for bad in ({"temperature": "hot"}, {"temperature": -0.1}, {"top_k": -1}, {"top_p": 1.5}, {"min_p": True}):
+        name = next(iter(bad))
+        for stored, do_sample in ((bad, None), ({**bad, "do_sample": True}, False)):
+            assert generation_defaults(stored, LLAMA, do_sample=do_sample)[name] == GENERATION[name]
+        with pytest.raises(ConfigError, match=rf"^generation_config: field '{name}' is not usable"):
+            generation_defaults({}, LLAMA, overrides=bad)  # of the call
 
 
 def test_options_of_sampling_in_greedy_decoding_are_a_warning() -> None:

@@ -112,8 +112,14 @@ def test_none_stands_for_the_default() -> None:
     wanted = model.log_probs(ids, ids).log_probs
     for name in ("memory_budget", "temperature", "top_k", "top_p", "min_p", "entropy_in_loss", *LOSS_OPTIONS):
         assert torch.equal(model.log_probs(ids, ids, **{name: None}).log_probs, wanted), name
-    with pytest.raises(InputError, match="past_key_values: no such argument"):
-        model(ids, labels=ids, past_key_values=None)
+    for name, hint in (
+        ("past_key_values", r"give state=model\.new_state"),
+        ("output_hidden_states", "give return_hidden_states"),
+        ("label", "did you mean 'labels'"),
+    ):
+        for called in (model, heads):
+            with pytest.raises(InputError, match=f"{name}: no such argument; {hint}.*; options of the loss are"):
+                called(ids, labels=ids, **{name: None})
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,16 @@
 """Launches of kernels: each kind of arguments finds the kernel that was compiled for it."""
 
+import ast
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ligermodels import ops
+from ligermodels.ops.runtime import dispatch
+from ligermodels.ops.runtime.devices import GPU
 from ligermodels.ops.runtime.dispatch import tl, triton
 from ligermodels.ops.runtime.launcher import MAX_KNOWN, Kernel, kernel
 
@@ -135,6 +140,56 @@ def test_launches_on_amd(monkeypatch: pytest.MonkeyPatch, hip: str | None) -> No
         launches[(1,)](7, num_warps=num_warps)
         launches[(1,)](7, num_warps=num_warps)
     assert launched == ([4, 4, 16, 16] if hip else [4, "cached", 32, "cached"])
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("capability", "hip", "early"), [((8, 9), False, False), ((9, 0), False, True), ((9, 4), True, False)]
+)
+def test_kernels_that_may_start_early(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: bool, early: bool
+) -> None:
+    """They are told so, and launched so, at the first launch and at later ones; other kernels never are."""
+    launched: list[Any] = []
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+            return lambda *given: launched.append(given)
+
+    class Jitted:
+        arg_names = ("x", "BLOCK", "PDL")
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda x, **constants: launched.append(constants) or Compiled()
+
+    class Plain(Jitted):
+        arg_names = ("x", "BLOCK")
+
+    monkeypatch.setattr(triton.compiler, "CompiledKernel", Compiled)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(dispatch, "pretended", GPU("a GPU", capability, 2**16, 4, hip))
+    for jitted, wanted in ((Jitted, {"PDL": early} | ({"launch_pdl": True} if early else {})), (Plain, {})):
+        known = Kernel(jitted())
+        for _ in range(2):
+            known[(1,)](7, BLOCK=16, num_warps=4)
+        first = {"BLOCK": 16, "num_warps": 4} | wanted
+        assert launched == [first, first if hip else (7, 16, early)[: len(jitted.arg_names)]]
+        launched.clear()
+
+
+def test_early_kernels_wait_before_all_else() -> None:
+    """A kernel that read or wrote memory before its wait would race with the kernel before it, now and then."""
+    early = 0
+    for path in sorted(Path(ops.__path__[0]).rglob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef) or function.name == "wait_for_previous":
+                continue
+            body = function.body[ast.get_docstring(function) is not None :]
+            waits = [ast.unparse(statement) == "wait_for_previous(PDL)" for statement in body]
+            arguments = [ast.unparse(each) for each in function.args.args]
+            assert any(waits) == waits[0] == (arguments[-1:] == ["PDL: tl.constexpr"]), (path, function.name)
+            early += waits[0]
+    assert early > 15
 
 
 def _add_hook(monkeypatch: pytest.MonkeyPatch, name: str, hook: Any) -> None:

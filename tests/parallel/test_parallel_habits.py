@@ -15,7 +15,7 @@ from two_ranks import in_ranks
 import ligermodels as lm
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.parallel import DataRanks
-from ligermodels.training import FusedAdamW
+from ligermodels.training import FusedAdamW, train
 from ligermodels.training.checkpoints import Checkpoints
 
 
@@ -91,6 +91,23 @@ def of_their_own(rank: int, folder: Path, mesh: DeviceMesh, base: Path, data: Pa
     with pytest.raises(CheckpointError, match="rank 1 does not see the files of rank 0"):
         checkpoints.wait()
     assert checkpoints.steps() == []
+
+
+def with_other_batches(rank: int, folder: Path, mesh: DeviceMesh) -> None:
+    """Other tokens gave a loss of parts of both batches, other labels or shapes a collective call without an end."""
+    for plan in (lm.ParallelPlan(tensor=2), lm.ParallelPlan(context=2)):
+        config = {**build("llama-3").hf_config, "intermediate_size": 96}
+        model, same = lm.parallelize(lm.from_config(config), plan), batch(0)
+        optimizer, labels = FusedAdamW(model.parameters(), lr=1e-2), same["labels"].clone()
+        labels[:, : 3 + rank] = -100
+        for own in (batch(rank), {**same, "labels": labels}, {name: x[:, : 8 + 2 * rank] for name, x in same.items()}):
+            with pytest.raises(InputError, match=r"batches: rank 1 has other batches than rank 0.*DataRanks"):
+                train(model, [own], steps=1, optimizer=optimizer)
+        assert train(model, [same], steps=1, optimizer=optimizer) == 1
+
+
+def test_ranks_that_share_a_model_need_the_same_batches(tmp_path: Path) -> None:
+    in_ranks(2, with_other_batches, tmp_path)
 
 
 def test_forward_passes_without_gradients_generate_and_ranks_of_data(tmp_path: Path) -> None:

@@ -227,7 +227,8 @@ def test_a_rank_is_killed_and_torchrun_goes_on(
     recipe = tuning(base, data, **{**EXACT, "steps": 5, "checkpoint_every": 2, "report_every": 1})
     file, out = tmp_path / "recipe.yaml", tmp_path / "out"
     file.write_text(yaml.safe_dump(recipe.settings()))
-    arguments = ("--recipe", str(file), "--out", str(out), "--device", "cpu", "--shard", "2", "--resume")
+    arguments = ("--recipe", str(file), "--out", str(out), "--device", "cpu", "--shard", "2")
+    arguments += ("--resume",)  # the same command starts the run and continues it
     began = time.monotonic()
     in_ranks(2, until_a_rank_ends, tmp_path / "two", arguments)
     assert time.monotonic() - began < 60

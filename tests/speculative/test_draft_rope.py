@@ -11,7 +11,7 @@ from named_exports import export_named
 from zoo import CONFIGS, make_checkpoint
 
 import ligermodels as lm
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, ConfigWarning
 from ligermodels.speculative.draft_layer import layer_like
 from ligermodels.speculative.verify import verify_heads
 
@@ -107,3 +107,29 @@ def test_other_computations_are_refused(
     config.get("transformer_layer_config", config)[field] = neutral
     path.write_text(json.dumps(config))
     MODELS[kind].from_pretrained(base, tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "profile", "options"), FORMATS)
+def test_fields_that_are_not_read_are_a_warning(
+    kind: str, profile: str, options: dict[str, Any], tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """A misspelt field, and a computation that such heads do not have, were dropped without a word from files in which
+    the fields of the layers stand beside the fields of the head, and beside the layers in speculators' form."""
+    base = lm.from_config(CONFIGS["cohere2"])
+    export_named(MODELS[kind].from_base(base, **options), tmp_path, profile, "base")
+    MODELS[kind].from_pretrained(base, tmp_path)
+    assert not [warning for warning in recwarn if "not used" in str(warning.message)]
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    further = {"draft_vocab_siz": 131, "qk_norm": True, "residual_multiplier": 1.0, "use_cache": True, "bias": False}
+    path.write_text(json.dumps({**config, **further, "attention_dropout": 0.0, "_note": "a"}))
+    head = r"^config\.json of the head: field"
+    with (
+        pytest.warns(ConfigWarning, match=rf"{head} draft_vocab_siz = 131 is not used; did you mean 'draft_v"),
+        pytest.warns(ConfigWarning, match=rf"{head} qk_norm = True is not used$"),
+    ):
+        MODELS[kind].from_pretrained(base, tmp_path)
+    if kind == "eagle3":
+        path.write_text(json.dumps({**config, "eagle_config": {**config.get("eagle_config", {}), "norms": 3}}))
+        with pytest.warns(ConfigWarning, match=rf"{head} eagle_config\.norms = 3 is not used"):
+            MODELS[kind].from_pretrained(base, tmp_path)

@@ -523,7 +523,7 @@ def test_drafts_without_confidence_are_not_accepted(kind: str, name: str, monkey
     checked = list[int]()
     base.register_forward_pre_hook(lambda _, args: checked.append(args[0].shape[1]))
     gained = set[int]()
-    for threshold in (1e-9, 0.2, 0.4, 0.7, 1.1):
+    for threshold in (1e-9, 0.2, 0.4, 0.7, 1.0):
         model.confidence_threshold = threshold
         checked.clear(), steps.clear()
         out = model.generate(prompts, **options)
@@ -540,6 +540,10 @@ def test_drafts_without_confidence_are_not_accepted(kind: str, name: str, monkey
     bare.confidence_threshold = 0.5
     with pytest.raises(InputError, match="has no confidence head"):
         bare.generate(prompts, **options)
+    for threshold, expected in ((1.1, "at most 1"), (-0.1, "at least 0"), ("0.4", "a number")):
+        model.confidence_threshold = threshold
+        with pytest.raises(InputError, match=f"confidence_threshold: must be .*{expected}"):
+            model.generate(prompts, **options)
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])

@@ -469,3 +469,18 @@ def test_arguments_without_a_place_in_the_file(
     with pytest.raises(InputError, match=f"^{next(iter(options))}: .*profile '{profile}'"):
         model.export(tmp_path, profile, **options)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_alone_do_not_replace_their_model(kind: str, tmp_path: Path) -> None:
+    """With `overwrite`, `export` into the folder of the base model left the heads there in place of its weights."""
+    lm.from_config(LLAMA).save_pretrained(tmp_path / "model")
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    heads = HEADS[kind](lm.from_pretrained(tmp_path / "model"))
+    save = heads.save_head if kind == "mtp" else heads.save_pretrained
+    for folder in ("model", "link"):
+        with pytest.raises(InputError, match=f"{folder}: holds the base model, which the heads alone would replace"):
+            save(tmp_path / folder, overwrite=True)
+    lm.from_pretrained(tmp_path / "model")
+    save(tmp_path / "heads")
+    save(tmp_path / "heads", overwrite=True)

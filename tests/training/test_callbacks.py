@@ -165,6 +165,7 @@ WRONG: list[tuple[dict[str, Any], list[Any], type[Exception], str]] = [
         ConfigError,
         r"callback: no_such_module:A: there is no module 'no_such_module', neither installed nor in",
     ),
+    ({"callback": "a/mine.py:A"}, [], ConfigError, r"callback: a/mine.py:A: names a file; give its module, a/mine:A"),
     ({"callback": "json:Nothing"}, [], ConfigError, r"callback: json:Nothing: Nothing does not exist in"),
     ({"callback": "json:dumps"}, [], ConfigError, r"callback: json:dumps: is not a subclass of ligermodels.training"),
     ({"callback": "ligermodels.training:EarlyStopping"}, [], ConfigError, r"must be made without arguments"),

@@ -288,7 +288,7 @@ def test_what_changes_after_recording_counts() -> None:
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def changed(setting: str, model: lm.CausalLM, optimizer: FusedAdamW) -> None:
+def changed(setting: str, model: lm.CausalLM, optimizer: FusedAdamW, patched: pytest.MonkeyPatch) -> None:
     if setting == "dropout":
         update: Any = model.decoder.blocks[0].mlp.down.update  # type: ignore[union-attr]
         update.dropout = 0.5
@@ -296,13 +296,42 @@ def changed(setting: str, model: lm.CausalLM, optimizer: FusedAdamW) -> None:
         model.router_z_loss_coef = 0.1
     elif setting == "softcap":
         model.head.config = replace(model.head.config, softcap=7.0)
-    else:
+    elif setting == "betas":
         optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+    elif setting == "batch invariance":
+        patched.setattr(lm.ops.set_batch_invariant, "value", True)  # until the end of the test
+    elif setting == "matmul precision":
+        patched.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    else:
+        owners = {"module": model.decoder.blocks[0], "parameter": optimizer.param_groups[0]["params"][0]}
+        owner, _, register = setting.partition(".")
+        getattr({**owners, "optimizer": optimizer}[owner], register)(lambda *_: None)
 
 
-@pytest.mark.parametrize("setting", ["dropout", "z loss", "softcap", "betas"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *("dropout", "z loss", "softcap", "betas", "module.register_forward_hook", "module.register_forward_pre_hook"),
+        *("module.register_full_backward_hook", "parameter.register_hook", "optimizer.register_step_post_hook"),
+        *("parameter.register_post_accumulate_grad_hook", "batch invariance", "matmul precision"),
+    ],
+)
 def test_settings_that_change_after_recording_record_again(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once; a graph that was recorded with the former settings would go on with them."""
+    """Once; a graph that was recorded with the former settings would go on with them. The step with the change has no
+    graph: what changes in each step would be recorded in each."""
+    recorded = counted(monkeypatch)
+    model = lora()
+    optimizer = FusedAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    step, batch = GraphStep(EagerStep(model, optimizer)), next(batches())
+    for index in range(5):
+        if index == 2:
+            changed(setting, model, optimizer, monkeypatch)
+        step([batch])
+        assert len(recorded) == 1 + index // 3
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The steps that have been recorded since."""
     recorded: list[Any] = []
 
     class Counted(cuda_graph._RecordedStep):
@@ -311,14 +340,26 @@ def test_settings_that_change_after_recording_record_again(setting: str, monkeyp
             super().__init__(*args)
 
     monkeypatch.setattr(cuda_graph, "_RecordedStep", Counted)
-    model = lora()
-    optimizer = FusedAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    step, batch = GraphStep(EagerStep(model, optimizer)), next(batches())
-    for index in range(4):
-        if index == 2:
-            changed(setting, model, optimizer)
-        step([batch])
-        assert len(recorded) == 1 + index // 2
+    return recorded
+
+
+def test_what_changes_in_each_step_is_not_recorded_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Betas by torch's OneCycleLR: the steps have no graph until they stay, and are those without one."""
+    recorded, ends = counted(monkeypatch), []
+    for graphed in (False, True):
+        torch.manual_seed(3)
+        model = llama()
+        optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=5)
+        eager = EagerStep(model, optimizer, 1.0)
+        step = GraphStep(eager) if graphed else lambda parts, eager=eager, **options: eager(parts, options)
+        for index, batch in enumerate(islice(batches(), 8)):
+            step([batch], z_loss=1e-4)
+            if index < 4:
+                schedule.step()
+            assert len(recorded) == graphed * (1 + (index >= 5))
+        ends.append(dict(model.named_parameters()))
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
 def test_an_error_leaves_no_gradient_for_the_next_step() -> None:

@@ -13,7 +13,7 @@ from zoo import LLAMA
 
 import ligermodels as lm
 from ligermodels.errors import GraphWarning
-from ligermodels.training import FusedAdamW, Muon, cuda_graph, hidden_matrices
+from ligermodels.training import FusedAdamW, Muon, cuda_graph, graph_state, hidden_matrices
 from ligermodels.training.cuda_graph import GraphStep
 from ligermodels.training.step import EagerStep, StepResult
 
@@ -124,8 +124,8 @@ def refused(rank: int, folder: Path, mesh: Any) -> None:
 def reads_shards_without_autograd(eager: EagerStep) -> None:
     """For each parameter and each tensor of its state, in every step: autograd would take longer than a replay."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(cuda_graph, "local_tensor", lambda x: x.to_local() if not torch.is_grad_enabled() else 1 / 0)
-        cuda_graph._state_of(eager)
+        patched.setattr(graph_state, "local_tensor", lambda x: x.to_local() if not torch.is_grad_enabled() else 1 / 0)
+        graph_state.graph_state(eager)
 
 
 def test_a_step_that_one_rank_cannot_record_has_no_graph_on_any(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ligermodels.cli import app
 from ligermodels.convert import hub
 from ligermodels.data.survey import Epoch, Span
 from ligermodels.data.tokenizer import Tokenizer
-from ligermodels.errors import CheckpointError, ConfigError, LigerModelsError
+from ligermodels.errors import CheckpointError, ConfigError, InputError, LigerModelsError
 from ligermodels.parallel.memory import StepMemory, step_memory
 from ligermodels.speculative.draft_vocabulary import DraftVocabulary
 from ligermodels.training import (
@@ -191,6 +192,32 @@ def test_whether_steps_are_recorded(few: FineTuningRecipe, changes: dict[str, An
     job = _on_meta(plan, "auto")[1]
     found = _eager_reason(recipe, job, optimizer_of(recipe, job), parts, "cuda", gpus)
     assert found.startswith(reason) and bool(found) == bool(reason)
+
+
+@pytest.mark.parametrize("micro", [16, 32, 64])
+def test_validation_tokens_do_not_depend_on_micro_batches(base: Path, data: Path, micro: int) -> None:
+    """They were rounded to whole micro-batches, up to one at least."""
+    recipe = recipe_for(base, data, seq_len=16, batch_tokens=64, micro_batch_tokens=micro, validation_tokens=55)
+    plan = dry_run(recipe).plan
+    whole, found = (
+        torch.cat([batch["input_ids"] for batch in each.validation_batches()], 1)
+        for each in (replace(plan, recipe=recipe.changed({"validation_tokens": None})), plan)
+    )
+    assert 3 * 16 - 8 < found.shape[1] <= 3 * 16 < whole.shape[1] and torch.equal(found, whole[:, : found.shape[1]])
+    sizes = [batch["input_ids"].shape[1] for batch in plan.validation_batches()]
+    assert len(sizes) == {16: 3, 32: 2, 64: 1}[micro]
+
+
+@pytest.mark.parametrize("setting", [{"param_dtype": "bfloat16"}, {"reduce_dtype": "float32"}])
+def test_mixed_precision_in_one_process_is_an_error_as_in_a_run(
+    few: FineTuningRecipe, tmp_path: Path, setting: dict[str, Any]
+) -> None:
+    recipe = few.changed({"parallel": setting})
+    for start in (lambda: dry_run(recipe), lambda: fine_tune(recipe, tmp_path / "out", device="cpu")):
+        with pytest.raises(InputError, match="param_dtype, reduce_dtype: mixed precision is FSDP2's"):
+            start()
+    assert not (tmp_path / "out").exists()
+    assert not isinstance(dry_run(recipe, gpus=2).memory, str)
 
 
 @pytest.mark.parametrize(

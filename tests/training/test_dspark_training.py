@@ -95,7 +95,7 @@ def test_a_run_and_what_it_writes(kind: str, further: dict[str, Any], base: Path
     model = load_multi_head(lm.from_pretrained(base), out)
     names = [name for name in vars(model.training_options) if hasattr(recipe, name)]  # files of heads have none
     model = type(model).from_pretrained(model.base, out, **{name: getattr(recipe, name) for name in names})
-    again = evaluate_heads(model, dry_run(recipe).plan.validation_batches())
+    again = evaluate_heads(model, dry_run(recipe).plan.validation_batches(1))
     torch.testing.assert_close(again.losses, outcome.evaluation.scores.losses, rtol=1e-5, atol=1e-6)
     assert again.tokens_per_step()["agreement"] == pytest.approx(evaluation["greedy_tau"])
     prompt = [[1, 5, 9]]
@@ -133,6 +133,20 @@ def test_each_sequence_of_a_micro_batch_has_its_blocks(kind: str, block_size: in
     ids = torch.arange(3, 19).repeat(2, 1)  # rows that are not packed are sequences, as in a plan
     model = lm.DSparkModel.from_base(lm.from_pretrained(base), block_size, num_layers=1, num_anchors=3)
     assert PackedBlocks(model, 4).num_targets(ids)[0] == model.num_targets(ids)[0] == 6
+
+
+@pytest.mark.parametrize("kind", TRAIN)
+def test_an_evaluation_does_not_depend_on_micro_batches(kind: str, base: Path, tmp_path: Path) -> None:
+    """It is of the same blocks of each sequence, one by one; so is the evaluation of the command line."""
+    data, found = tmp_path / "texts.jsonl", list[Any]()
+    data.write_text((json.dumps({"text": "Hello there, you are a helpful assistant. " * 9}) + "\n") * 20)
+    for micro in (16, 64):
+        options = {"steps": 1, "micro_batch_tokens": micro, "learning_rate": 0.0, "num_anchors": 3}
+        found.append(TRAIN[kind][1](recipe_for(kind, base, data, **options), out := tmp_path / str(micro)).evaluation)
+    assert torch.equal(found[0].scores.counts, found[1].scores.counts) and found[0].scores.counts[0] % 3 == 0
+    assert repr(found[0].metrics()) == repr(found[1].metrics())  # a NaN equals no other
+    words = (kind, "eval", base, out, "--validation-of", out, "--prompts", 0, "--batch-size", 2)
+    assert "--batch-size" in command(*words, code=2)
 
 
 def test_what_does_not_fit_is_named(base: Path, data: Path, tmp_path: Path) -> None:

@@ -190,6 +190,24 @@ def test_options_that_a_group_cannot_have_are_refused(option: dict[str, Any], me
         Muon([{"params": [nn.Parameter(torch.zeros(4, 4))], **option}], matrices={})
 
 
+def test_matrices_of_a_group_that_is_added_later() -> None:
+    """As by unfreezing a model step by step: AdamW updated them. A copy of the optimizer keeps what it has."""
+    ends, ids = [], torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
+    for later in (False, True):
+        model = tiny(dtype=torch.float32)
+        parameters = list(model.parameters())
+        optimizer = Muon(parameters[: 9 if later else None], lr=1e-2, matrices=hidden_matrices(model))
+        if later:
+            optimizer.add_param_group({"params": parameters[9:]})
+        for _ in range(2):
+            model(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer = copy.copy(optimizer)
+        ends.append(parameters)
+    assert all(map(torch.equal, *ends))
+
+
 def test_bad_arguments() -> None:
     p = nn.Parameter(torch.zeros(4, 4))
     vector = nn.Parameter(torch.zeros(4))

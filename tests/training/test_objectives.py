@@ -197,6 +197,14 @@ def test_another_default_device(settings: dict[str, Any], base: Path, pairs: Pat
     assert losses(tmp_path / "out") == losses(tmp_path / "plain") and equal_heads(tmp_path / "out", tmp_path / "plain")
 
 
+def test_the_reference_is_of_the_dtype_of_its_computation(base: Path, pairs: Path) -> None:
+    """A run that starts over with another one does not take the values that are there."""
+    recipe, found = recipe_for(base, pairs, objective="dpo", date="2026-01-01"), list[str]()
+    for parallel in ({}, {"shard": 2}, {"param_dtype": "bfloat16"}, {"param_dtype": "float32"}):
+        found.append(reference._fingerprint(dry_run(recipe.changed({"parallel": parallel}), gpus=2).plan))
+    assert found[0] == found[1] and len({*found}) == 3
+
+
 def test_the_reference_of_random_weights_is_of_their_seed(base: Path, pairs: Path, tmp_path: Path) -> None:
     """A run that starts over with another seed does not take the log-probabilities of the first one's weights."""
     config, values = tmp_path / "config", list[Any]()

@@ -68,6 +68,7 @@ WRONG = {
     "bf16: 3": "there is no setting 'bf16'; the --help of the train command lists all",
     "learning-rate: 3": "no setting 'learning-rate'; the nearest is 'learning_rate'",
     "5: 3": "there is no setting 5",
+    "parallel: {tensr: 2}": "parallel.tensr: there is no such setting; did you mean 'tensor'",
     "num_heads: 3\nnum_heads: 4": "key 'num_heads' is repeated",
     "num_heads: 2.5": "num_heads: must be a valid integer, got 2.5",
     "num_heads: true": "num_heads: must be a valid integer, got True",
@@ -81,9 +82,10 @@ WRONG = {
     "lm_head: mine": "lm_head: must be 'own' or 'shared', got 'mine'",
     "dtype: int8": "dtype: must be 'bfloat16', 'float32' or 'float64', got 'int8'",
     "dtype: float16": "dtype: must be 'bfloat16', 'float32' or",
+    "callback: null": "callback: must be a list, got None",
     "data: [1]": "data.0: must be a valid string, got 1",
     "stage: 3": "stage: must be less than or equal to 2, got 3",
-    "stage: 2\ndistill: 1": "distill: must be a valid boolean, got 1",
+    "stage: 2\ndistill: 1": "distill: must be true or false, got 1",
     "distill: true": "distill: is for stage 2",
     "batch_tokens: 5000": "batch_tokens \\(5000\\) must be a multiple of seq_len",
     "batch_tokens: 8192\nmicro_batch_tokens: 6144": "a multiple of micro_batch_tokens \\(6144\\)",
@@ -125,6 +127,14 @@ def test_what_is_wrong_is_named(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=rf"mine\.yaml: .*{WRONG[text]}"):
         read_recipe(path)
+
+
+def test_names_of_settings_in_python() -> None:
+    """As in a file; the message was "Extra inputs are not permitted"."""
+    with pytest.raises(ConfigError, match="MedusaRecipe: there is no setting 'num_head'; the nearest is 'num_heads'"):
+        MedusaRecipe(base="base", num_head=3)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="tensr: there is no such setting; did you mean 'tensor'"):
+        ParallelPlan(tensr=2)  # type: ignore[call-arg]
 
 
 def test_what_loses_its_meaning_is_as_by_default_again() -> None:

@@ -341,6 +341,17 @@ def test_a_checkpoint_of_the_previous_release_is_of_the_same_recipe(base: Path, 
         same_recipe(recipe, {**before, "heads": 4})
 
 
+def test_a_plan_may_change_but_not_the_dtype_of_its_computation(base: Path, data: Path) -> None:
+    recipe = recipe_for(base, data).changed({"parallel": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}})
+    settings = recipe.settings()
+    other = recipe.changed({"parallel": {"shard": 2, "reduce_dtype": None, "fsdp_unit": "model"}})
+    assert same_recipe(other, settings).parallel == other.parallel
+    for plan, was in ((settings["parallel"], "'bfloat16', is None"), ({}, "None, is 'bfloat16'")):
+        changed = recipe.changed({"parallel": {"param_dtype": None if plan else "bfloat16"}})
+        with pytest.raises(ConfigError, match=rf"parallel\.param_dtype was {was}; give the value that it had"):
+            same_recipe(changed, {**settings, "parallel": plan})
+
+
 def test_settings_that_a_release_adds_are_at_their_defaults_before(base: Path, data: Path) -> None:
     recipe = FineTuningRecipe(base=base, data=data, date="2026-01-01")
     before = recipe.settings()
@@ -367,9 +378,9 @@ def test_a_signal_in_the_evaluation_after_a_callback_ended_the_run(
     """The evaluation is abandoned, and repeated when the run resumes; nothing is exported before."""
     batches, out = RunPlan.validation_batches, tmp_path / "out"
 
-    def interrupted(plan: RunPlan) -> Iterator[Any]:
+    def interrupted(plan: RunPlan, *size: Any) -> Iterator[Any]:
         os.kill(os.getpid(), signal.SIGTERM)
-        yield from batches(plan)
+        yield from batches(plan, *size)
 
     class Stops(Callback):
         def on_step(self, event: Any) -> None:
@@ -427,7 +438,8 @@ def test_resuming_does_no_harm_to_what_is_no_run(base: Path, data: Path, tmp_pat
     (model / "metrics.jsonl").write_text("of something else\n")
     own.mkdir()
     shutil.copy(recipe, own)
-    assert (first := resume(out, "--resume")).exit_code == 0, first.output
+    first = resume(out, "--resume")
+    assert first.exit_code == 0 and "has no checkpoint to resume from" in first.stderr, first.output
     finished = Path(shutil.copytree(out, tmp_path / "finished"))
     shutil.rmtree(finished / "checkpoints")
     for folder in (model, own, finished):
@@ -446,14 +458,16 @@ def test_resuming_does_no_harm_to_what_is_no_run(base: Path, data: Path, tmp_pat
 
     # What a run has written before its first checkpoint, killed at any moment.
     begun = tmp_path / "begun"
-    for names in ([".content.json.partial"], ["content.json", ".recipe.yaml.partial"], ["metrics.jsonl"]):
+    settings_only = ["content.json", ".recipe.yaml.partial"]
+    for names in ([".run.lock"], [".content.json.partial"], settings_only, ["metrics.jsonl"]):
         begun.mkdir(exist_ok=True)
         for name in names:
             (begun / name).write_text("")
         if "metrics.jsonl" in names:
             for name in ("content.json", "recipe.yaml"):
                 shutil.copy(out / name, begun)
-        assert resume(begun, "--resume").exit_code == 0 and equal_heads(out, begun)
+        found = resume(begun, "--resume")
+        assert found.exit_code == 0 and "has no checkpoint to resume from" in found.stderr and equal_heads(out, begun)
         shutil.rmtree(begun)
 
 

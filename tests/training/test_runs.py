@@ -172,7 +172,7 @@ class Loss:
 class FineTuning:
     """Another job than Medusa, by the interface alone."""
 
-    router_bias_update_rate = 0.0
+    router_bias_update_rate, validation_batch_size = 0.0, None
 
     def __init__(self, recipe: MedusaRecipe, model: lm.CausalLM, *, resuming: bool) -> None:
         self.model = self.trainable = model

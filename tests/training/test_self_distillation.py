@@ -181,6 +181,22 @@ def test_data_from_the_command_line(base: Path, data: Path, tmp_path: Path) -> N
         assert run(name).exit_code == 1 and words in run(name).stderr
 
 
+def test_the_data_is_not_replaced(base: Path, data: Path, tmp_path: Path) -> None:
+    """`--overwrite` replaced the file that the command read, under any name of it."""
+    path, content = tmp_path / "data.jsonl", data.read_bytes()
+    path.write_bytes(content)
+    (tmp_path / "link.jsonl").symlink_to(path)
+    arguments = ["medusa", "self-distillation-data", str(base), "--overwrite", "--max-bad-lines", "9"]
+    for given, out in ((path, path), (path, tmp_path / "link.jsonl"), (tmp_path / "*.jsonl", path)):
+        result = CliRunner().invoke(app, [*arguments, "--data", str(given), "--out", str(out)])
+        assert result.exit_code == 1 and "is a file of the data, which the result would replace" in result.stderr
+        assert path.read_bytes() == content
+    chat = [{"role": "user", "content": "Hi"}]
+    path.write_text(json.dumps({"messages": chat}))
+    result = CliRunner().invoke(app, [*arguments, "--data", str(path), "--out", str(tmp_path / "own.jsonl")])
+    assert result.exit_code == 1 and "or chats with turns of the assistant" in result.stderr
+
+
 def test_a_file_of_text_is_enough(base: Path, tmp_path: Path) -> None:
     """Pieces of it are continued, as many as it has of the length that they become."""
     (tmp_path / "book.txt").write_text("words of a text\n" * 100)
@@ -201,7 +217,8 @@ def test_own_words_go_on_where_they_were_killed(base: Path, data: Path, tmp_path
     def run(name: str, *more: str) -> Any:
         return CliRunner().invoke(app, ["medusa", "self-distillation-data", *arguments(name, *more)])
 
-    assert run("whole").exit_code == 0
+    first = run("whole")
+    assert first.exit_code == 0 and "there is nothing to resume" in first.stderr
     progress, partial = (tmp_path / f".killed.jsonl.{ending}" for ending in ("progress", "partial"))
     draw, reached = random.Random(0), set[int]()
     for target in (1, 13):

@@ -20,7 +20,7 @@ from ligermodels.data.packing import PackedBatches
 from ligermodels.errors import InputError, SequenceLengthWarning, TrainingError
 from ligermodels.evaluation import evaluate
 from ligermodels.speculative.evaluation import evaluate_heads
-from ligermodels.training import Callback, FusedAdamW, StepMetrics, adamw, clip_gradients, train, warmup_cosine
+from ligermodels.training import Callback, Event, FusedAdamW, StepMetrics, adamw, clip_gradients, train, warmup_cosine
 from ligermodels.training.medusa import head_metrics
 from ligermodels.training.optimizer import optimizer_named
 from ligermodels.training.parameter_groups import parameter_groups
@@ -286,6 +286,24 @@ def test_callbacks_and_starts() -> None:
     assert run_to(20, 20, 99) == 20  # nothing is left to do
     with pytest.raises(InputError, match="at least 1"):
         train(model, [], steps=1, optimizer=torch.optim.SGD(model.parameters()), callbacks=[Every(0)])
+
+
+def test_batches_are_not_kept_until_a_report() -> None:
+    """With rare reports and long batches they would fill the memory."""
+    model, kept, alive = small(), list[Any](), list[int]()
+
+    def endless() -> Iterator[Batch]:
+        while True:
+            labels = torch.randint(3, 99, (1, 8))
+            kept.append(weakref.ref(labels))
+            yield Batch({"input_ids": labels.clone(), "labels": labels})
+
+    class Count(Callback):
+        def on_step(self, event: Event) -> None:
+            alive.append(sum(each() is not None for each in kept))
+
+    train(model, endless(), steps=6, optimizer=adamw(model.parameters(), 1e-3), report_every=6, callbacks=[Count()])
+    assert max(alive) <= 2, alive
 
 
 def test_functions_in_place_of_callbacks() -> None:

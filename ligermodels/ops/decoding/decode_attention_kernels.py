@@ -2,7 +2,7 @@
 
 from ligermodels.ops.loss.logit_functions import effective
 from ligermodels.ops.runtime.dispatch import tl, triton
-from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.launcher import kernel, wait_for_previous
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def decode_attention_kernel(
     cache_seqlens, tree, tree_batch, tree_node, sinks, out, log_sums, T, S, kv_heads, tiles, window, scale, softcap,
     GROUP: tl.constexpr, DIM: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     TREE: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_SLOTS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_SLOTS: tl.constexpr, BLOCK_DIM: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Each program takes the query heads of a key/value head for some tokens, as rows t * GROUP + g, and an even share
     of the tiles of slots that are filled and in the window. It writes their attention over these slots, and the base-2
@@ -71,6 +71,7 @@ def decode_attention_kernel(
         BLOCK_ROWS, BLOCK_SLOTS: rows and slots of a tile.
         BLOCK_DIM: power of 2 from DIM on.
     """
+    wait_for_previous(PDL)
     tile = tl.program_id(0) % tiles
     head = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
     batch = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)
@@ -160,8 +161,9 @@ def decode_attention_kernel(
 
 @kernel
 def combine_attention_kernel(
-    parts, log_sums, out, SPLITS: tl.constexpr, DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK: tl.constexpr
-):
+    parts, log_sums, out, SPLITS: tl.constexpr, DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
+):  # fmt: skip
     """Each program sums some channels of one query's attention over all shares of the slots, weighted by the shares'
     softmax denominators. A share without a slot that the query sees may hold anything.
 
@@ -174,6 +176,7 @@ def combine_attention_kernel(
         BLOCK_SPLITS: power of 2 from SPLITS on.
         BLOCK: channels per program.
     """
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK_SPLITS)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,7 +1,7 @@
 """Kernels of gated activations, and the functions of values within them: see `ops.glu.glu` for the formulas."""
 
 from ligermodels.ops.runtime.dispatch import tl, triton
-from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.launcher import kernel, wait_for_previous
 
 
 @triton.jit
@@ -109,10 +109,11 @@ def gated_gradients(
 @kernel
 def glu_forward_kernel(
     gate, gate_stride, up, up_stride, out, gate_multiplier, down_multiplier, limit, up_offset, N, blocks,
-    ACTIVATION: tl.constexpr, PACKED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr, PACKED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Each program takes TILES tiles of BLOCK columns of a row. All loads come before the first store, because loads do
     not pass a store."""
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64) // blocks
     first = tl.program_id(0) % blocks * (TILES * BLOCK)
     gate += row * gate_stride

@@ -10,7 +10,7 @@ from ligermodels.ops.linear_attention.causal_conv_kernels import BLOCK, WARPS
 from ligermodels.ops.runtime.checks import Signature, check_tensor, check_tensors
 from ligermodels.ops.runtime.devices import power_of_2_above
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
-from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.launcher import kernel, wait_for_previous
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
 from ligermodels.ops.runtime.tensors import contiguous
 
@@ -104,9 +104,11 @@ def _check_inputs(op: str, x: Tensor, inputs: Tensor, width: int, *parameters: T
 def _conv_step_kernel(
     x, x_batch, weight, bias, inputs, out, C, blocks,
     HAS_BIAS: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Each program takes BLOCK channels of a sequence. It reads all values that it changes before any of its threads
     writes. BEFORE: a power of two, at least WIDTH - 1."""
+    wait_for_previous(PDL)
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     place = tl.arange(0, BEFORE)[:, None]

@@ -14,7 +14,7 @@ from ligermodels.errors import InputError
 from ligermodels.ops.runtime.checks import Signature, check_tensors
 from ligermodels.ops.runtime.devices import num_sms, power_of_2_above
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
-from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.launcher import kernel, wait_for_previous
 from ligermodels.ops.runtime.library import custom_op, is_fake, mark_constants, once_differentiable
 from ligermodels.ops.runtime.tensors import empty_gradient, rows_and_stride
 
@@ -111,7 +111,7 @@ def _parameters(log_rate, bias, col, N, K):
 @kernel
 def _forward_kernel(
     a, a_stride, b, b_stride, log_rate, bias, g, beta, bound, M, N, K, blocks,
-    BOUNDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    BOUNDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Each program takes BLOCK of the decays of ROWS tokens, and the beta of each head whose first decay is among them.
 
@@ -124,6 +124,7 @@ def _forward_kernel(
         M, N, K: numbers of tokens, of decays of a token, and of decays of a head.
         blocks: blocks of BLOCK decays of a token.
     """
+    wait_for_previous(PDL)
     col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     row = ((tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     inside = (row < M) & (col < N)[None, :]

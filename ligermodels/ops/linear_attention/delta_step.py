@@ -10,7 +10,7 @@ from ligermodels.ops.linear_attention.gated_delta_rule import check_operands, ga
 from ligermodels.ops.runtime.checks import check_tensor, check_tensors
 from ligermodels.ops.runtime.devices import num_sms, power_of_2_above
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, tl, use_kernels
-from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.launcher import kernel, wait_for_previous
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import heads_and_strides
 
@@ -80,7 +80,7 @@ def step_kernel(
     q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, g, beta, skip, state, out,
     heads, repeats, blocks, scale, K, V,
     DELTA: tl.constexpr, BY_CHANNEL: tl.constexpr, SKIP: tl.constexpr, EPS: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    BLOCK_V: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Each program takes BLOCK_V columns of the state of a head.
 
@@ -104,6 +104,7 @@ def step_kernel(
         BLOCK_K: power of 2 from K on.
         BLOCK_V: columns of a state per program.
     """
+    wait_for_previous(PDL)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = row // heads, row % heads
     i, j = tl.arange(0, BLOCK_K), tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)

@@ -5,7 +5,7 @@ from torch import Tensor
 from ligermodels.ops.glu.glu import GLUOptions
 from ligermodels.ops.quantized.expert_rows import ExpertRows, expert_rows
 from ligermodels.ops.runtime.dispatch import tl
-from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.launcher import kernel, wait_for_previous
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import contiguous
 
@@ -43,8 +43,9 @@ def few_tokens(
 
 
 @kernel
-def _combine_kernel(rows, weights, out, N, COPIES: tl.constexpr, BLOCK: tl.constexpr):
+def _combine_kernel(rows, weights, out, N, COPIES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False):
     """out[n]: the sum of weight * row over the COPIES rows of token n, in their order."""
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)

@@ -5,7 +5,7 @@ places within a group, both padded to powers of two; without groups there is one
 """
 
 from ligermodels.ops.runtime.dispatch import tl, triton
-from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.launcher import kernel, wait_for_previous
 
 
 @triton.jit
@@ -86,10 +86,11 @@ def _divisor(total, eps, min_sum):
 def route_tokens_kernel(
     logits, logits_row, bias, given, weights, experts, E, num_groups, size, K, eps, min_sum, scale,
     SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, TOP_K_GROUPS: tl.constexpr, SCORES_PER_GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """size: experts of a group. TOP_K_GROUPS: 0 for all. A number without effect, and a tensor that is not given, are
     None."""
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     logits += token * logits_row
     place = tl.arange(0, SIZE)[None, :]

@@ -15,7 +15,7 @@ from ligermodels.errors import InputError
 from ligermodels.ops.norm.norm_rows import backward_launch, forward_launch, load_rows, sum_rows
 from ligermodels.ops.runtime.checks import Signature, check_eps, check_tensors
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
-from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.launcher import kernel, wait_for_previous
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, count_rows, empty_gradient, empty_like, rows_and_stride
 
@@ -103,9 +103,11 @@ def _store_rows(destination, stride, values, row, end, N, ROWS: tl.constexpr, BL
 def _forward_kernel(
     x, x_stride, z, z_token, z_head, weight, y, M, N, heads, weights, eps, rows_per_program,
     NORM_BEFORE_GATE: tl.constexpr, SIGMOID: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Each program takes rows_per_program consecutive rows of the M rows that share one of the `weights`; heads: heads
     of a token that share it."""
+    wait_for_previous(PDL)
     own = (tl.program_id(0) % weights).to(tl.int64)
     first = (tl.program_id(0) // weights).to(tl.int64) * rows_per_program
     end = tl.minimum(first + rows_per_program, M)

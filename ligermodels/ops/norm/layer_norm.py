@@ -13,7 +13,7 @@ from ligermodels.ops.norm.norm_rows import (
 )
 from ligermodels.ops.runtime.checks import Signature, check_eps
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
-from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.launcher import kernel, wait_for_previous
 from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, empty_gradient, empty_like, rows_and_stride
 
@@ -81,11 +81,12 @@ def _moments(x, x_stride, row, level, M, N, ROWS: tl.constexpr, BLOCK: tl.conste
 def _layer_norm_forward_kernel(
     x, x_stride, weight, bias, y, mean, rstd, M, N, eps,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, FAR: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Each program normalises ROWS rows. One reduction gives mean and variance of the deviations from the row's first
     value. The farther that value is from the mean, the more digits are lost, up to squares beyond float32. If too many
     are lost, a second reduction uses the deviations from the mean."""
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS
     rows = row + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)

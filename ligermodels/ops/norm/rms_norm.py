@@ -16,7 +16,7 @@ from ligermodels.ops.norm.norm_rows import (
 )
 from ligermodels.ops.runtime.checks import Signature, check_eps
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
-from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.launcher import kernel, wait_for_previous
 from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, is_plain, mark_constants, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, empty_gradient, empty_like, rows_and_stride
 
@@ -152,11 +152,12 @@ def check_casting_mode(op: str, casting_mode: str) -> None:
 def _rms_norm_forward_kernel(
     x, x_stride, residual, residual_stride, weight, y, total, rstd, M, N, eps, offset, rows_per_program,
     ADD: tl.constexpr, ADD_AFTER: tl.constexpr, HAS_WEIGHT: tl.constexpr, CAST_BEFORE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Each program normalises rows_per_program consecutive rows, ROWS at a time: rows of x or, with ADD, of
     x + residual. With ADD_AFTER it adds the residual to the normalised rows. It loads the next rows before it computes
     the current ones, so that memory is never idle."""
+    wait_for_previous(PDL)
     first = tl.program_id(0).to(tl.int64) * rows_per_program
     end = tl.minimum(first + rows_per_program, M)
     col = tl.arange(0, BLOCK)

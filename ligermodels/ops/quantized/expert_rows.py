@@ -17,7 +17,7 @@ from ligermodels.ops.quantized.unpack import native_operands
 from ligermodels.ops.quantized.weights import GROUP, format_of, num_groups
 from ligermodels.ops.runtime.devices import gpu_of, pipeline_stages, power_of_2_above
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
-from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.launcher import kernel, wait_for_previous
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import as_rows, contiguous
 
@@ -97,8 +97,9 @@ def _rows_of_experts(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]
 
 
 @kernel
-def _list_kernel(experts, rows, counts, R, BLOCK: tl.constexpr):
+def _list_kernel(experts, rows, counts, R, BLOCK: tl.constexpr, PDL: tl.constexpr = False):
     """A program per expert."""
+    wait_for_previous(PDL)
     expert, number = tl.program_id(0), tl.arange(0, BLOCK)
     own = tl.load(experts + number, mask=number < R, other=-1).to(tl.int32) == expert
     until = tl.cumsum(own.to(tl.int32), 0)  # the expert's rows up to each row
@@ -145,7 +146,7 @@ def _expert_rows(
     four_bits = weight.dtype == torch.uint8
     codes, scales, native = native_operands(weight.contiguous(), contiguous(scales))
     block = 8 if FEW_MEAN_ROWS * num_experts >= R else 16
-    tile = _tile(four_bits, is_one, K)
+    tile = _tile(kind, is_one, K, block)
     step = tile.parts * tile.step
     code_bytes = step * tile.channels * codes.element_size() // (2 if four_bits else 1)
     stages = pipeline_stages(x.device, tile.stages, code_bytes + step * block * x.element_size())
@@ -160,12 +161,17 @@ def _expert_rows(
     return y
 
 
-def _tile(four_bits: bool, is_one: bool, inputs: int) -> Tile:
-    """Tuned on an H200. The conversion of codes of four bits binds the kernel, and takes the fewest instructions where
-    one warp has many channels; one token has too few tiles for that. Short rows are divided among fewer parts."""
-    if not four_bits:
+def _tile(kind: str, is_one: bool, inputs: int, rows: int) -> Tile:
+    """Tuned on an H200, for tiles of `rows` rows. The conversion of codes of four bits binds the kernel, and takes the
+    fewest instructions where one warp has many channels; one token has too few tiles for that. Short rows are divided
+    among fewer parts. More steps in flight help int4 while they leave room for as many programs, and not mxfp4, which
+    takes more registers."""
+    if kind in ("plain", "float8"):
         return Tile(32, 2, 2, GROUP, 4)
-    return Tile(16, 2, 2 if inputs <= 8 * GROUP else 4, GROUP, 4) if is_one else Tile(32, 1, 1, GROUP, 4)
+    if is_one:
+        return Tile(16, 2, 2 if inputs <= 8 * GROUP else 4, GROUP, 4)
+    stages = 3 if kind == "mxfp4" else 6 if kind == "int4" and rows == 8 and inputs >= 16 * GROUP else 4
+    return Tile(32, 1, 1, GROUP, stages)
 
 
 @kernel
@@ -173,10 +179,11 @@ def _expert_rows_kernel(
     x, x_row, experts, listed, counts, codes, scales, bias, gate_multiplier, down_multiplier, limit, up_offset, y,
     R, N, K, G, steps, copies, tiles, KIND: tl.constexpr, NATIVE: tl.constexpr, ACTIVATION: tl.constexpr,
     ONE: tl.constexpr, WHOLE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    PARTS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """A program for each tile of channels of an expert: of each expert, if its rows are listed; else of the expert of
     each row, where only the first row of an expert has work. ONE: each row is computed by itself."""
+    wait_for_previous(PDL)
     place, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK_N
     m = tl.arange(0, BLOCK_M)
     expert, count = place, 1

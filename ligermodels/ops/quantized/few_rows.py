@@ -27,7 +27,7 @@ from ligermodels.ops.quantized.unpack import (
 from ligermodels.ops.quantized.weights import GROUP, format_of, num_groups
 from ligermodels.ops.runtime.devices import pipeline_stages
 from ligermodels.ops.runtime.dispatch import tl, triton
-from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.launcher import kernel, wait_for_previous
 from ligermodels.ops.runtime.tensors import contiguous, rows_and_stride
 
 FEW_ROWS = 16
@@ -90,10 +90,11 @@ def _few_rows_kernel(
     x, x_row, codes, scales, bias, gate_multiplier, down_multiplier, limit, up_offset, y,
     M, N, K, G, steps, KIND: tl.constexpr, NATIVE: tl.constexpr, ACTIVATION: tl.constexpr, ONE: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """A tile of channels per program. Each part takes every PARTS-th block of STEP inputs (in 4 bits, a group).
     KIND: the format, or "plain". NATIVE: see `unpack`. ONE: M is 1. WHOLE: K is a multiple of PARTS * STEP."""
+    wait_for_previous(PDL)
     first = tl.program_id(0) * BLOCK_N
     channel = tl.minimum(first + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
     m = tl.arange(0, BLOCK_M).to(tl.int64)

@@ -21,7 +21,7 @@ from ligermodels.ops.quantized.unpack import (
 from ligermodels.ops.quantized.weights import format_of
 from ligermodels.ops.runtime.devices import num_sms, pipeline_stages, power_of_2_above
 from ligermodels.ops.runtime.dispatch import tl
-from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.launcher import kernel, wait_for_previous
 from ligermodels.ops.runtime.tensors import contiguous, rows_and_stride
 
 MORE_ROWS = 64
@@ -79,10 +79,11 @@ def more_rows(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, y: 
 @kernel
 def _more_rows_kernel(
     x, x_row, codes, scales, bias, out, M, N, K, steps, KIND: tl.constexpr, NATIVE: tl.constexpr, SPLIT: tl.constexpr,
-    WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """A tile of channels and an even share of the steps per program; with SPLIT it writes float32 parts (splits, M, N)
     without bias. A step is 128 inputs. WHOLE: K is a multiple of 128. NATIVE: see `unpack`."""
+    wait_for_previous(PDL)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     channel = tl.minimum(n, N - 1).to(tl.int64)
     m = tl.arange(0, BLOCK_M)
@@ -133,8 +134,9 @@ def _more_rows_kernel(
 
 
 @kernel
-def _sum_kernel(parts, bias, y, M, N, splits, BLOCK: tl.constexpr):
+def _sum_kernel(parts, bias, y, M, N, splits, BLOCK: tl.constexpr, PDL: tl.constexpr = False):
     """Some channels of a token, summed over the splits in order."""
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), dtype=tl.float32)

@@ -12,7 +12,7 @@ from ligermodels.ops.rope.rope_kernels import load_angles, load_heads, load_weig
 from ligermodels.ops.runtime.checks import Signature, check_eps, check_strides
 from ligermodels.ops.runtime.devices import power_of_2_above
 from ligermodels.ops.runtime.dispatch import set_batch_invariant, tl, use_kernels
-from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.launcher import kernel, wait_for_previous
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import contiguous
 
@@ -146,8 +146,10 @@ def _rope_cached_kernel(
     value_eps, q, k_cache, k_batch, k_slot, k_head, v_cache, v_batch, v_slot, v_head, slots, T, S,
     GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
     V_NORM: tl.constexpr, CAST_BEFORE: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Each program takes one kv head of one token, with its group of query heads."""
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ligermodels.ops.runtime.devices import power_of_2_above, shared_memory
 from ligermodels.ops.runtime.dispatch import tl, triton
-from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.launcher import kernel, wait_for_previous
 from ligermodels.ops.runtime.tensors import contiguous
 
 CHANNEL_PAIRS = 256  # per warp; twice as many with a norm
@@ -142,12 +142,13 @@ def _rope_kernel(
     V_HEADS: tl.constexpr, V_GROUP: tl.constexpr, BLOCK_V: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, CAST_BEFORE: tl.constexpr, INVERSE: tl.constexpr,
     NEED_HEADS: tl.constexpr, NEED_Q_NORM: tl.constexpr, NEED_K_NORM: tl.constexpr,
-    HALF: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    HALF: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Each program takes rows_per_program consecutive tokens. For each token it loads the angles once, normalises and
     rotates the heads of q and of k, and copies the heads of v; a part with no heads is left out. It sums its own part
     of the gradients of the norms' weights: no atomics, so equal bits in every run. All loads come before the first
     store, because loads do not pass a store."""
+    wait_for_previous(PDL)
     program = tl.program_id(0).to(tl.int64)
     q_w1, q_w2, k_w1, k_w2 = 1.0, 1.0, 1.0, 1.0
     if Q_NORM:

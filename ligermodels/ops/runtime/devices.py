@@ -41,6 +41,11 @@ class GPU(NamedTuple):
         return not self.hip and self.capability >= (8, 9)
 
     @property
+    def has_pdl(self) -> bool:
+        """Whether it has CUDA's programmatic dependent launch: kernels that start before the previous one ends."""
+        return not self.hip and self.capability >= (9, 0)
+
+    @property
     def is_hopper(self) -> bool:
         """Whether its matrix products are WGMMA."""
         return not self.hip and self.capability[0] == 9
