@@ -215,6 +215,12 @@ def check_flag(name: str, value: Any) -> bool:
     return value
 
 
+def check_flags(owner: str, **flags: Any) -> None:
+    """`check_flag` of several arguments, by name, of the function `owner`."""
+    for name, value in flags.items():
+        check_flag(f"{owner}: {name}", value)
+
+
 def check_function(name: str, value: Any) -> None:
     """Raise InputError unless `value` is None or callable."""
     if value is not None and not callable(value):

@@ -84,7 +84,8 @@ def dpo_loss(
         f_divergence_type: "reverse_kl" (default), "forward_kl", "js_divergence" or "alpha_divergence": the compared
             log-ratios become f'(exp(r)), https://arxiv.org/abs/2309.16240; for the types that use only their
             difference.
-        f_alpha_divergence_coef: alpha in f'(u) = (1 - u^-alpha) / alpha, in (0, 1). Default: 0.5.
+        f_alpha_divergence_coef: alpha in f'(u) = (1 - u^-alpha) / alpha, in (0, 1), as in the paper. TRL 1.16 computes
+            what this loss computes for 1 - alpha. Default: 0.5, which is the same in both.
         num_nll_tokens: divisor of the chosen's summed negative log-likelihood, in place of its number of tokens in
             these pairs; for a batch in several parts, times the fraction of the batch's pairs in this part.
         reduction: "mean" (default), or "none": the loss of each pair, (B,); for "aot..." of each sorted value.
@@ -100,13 +101,28 @@ def dpo_loss(
         >>> mask = torch.ones(4, 10, dtype=torch.bool)
         >>> dpo_loss(log_probs, -torch.rand(4, 10), mask, beta=0.1).loss.backward()
     """
-    check_tokens("dpo_loss", log_probs, mask)
-    _check_even("dpo_loss", log_probs)
-    check_choice("dpo_loss", "loss_type", loss_type, LOSS_TYPES)
-    check_choice("dpo_loss", "f_divergence_type", f_divergence_type, SCORES)
-    check_positive("dpo_loss", beta=beta, discopop_tau=discopop_tau)
+    return _direct_loss(
+        "dpo_loss", log_probs, ref_log_probs, mask, beta=beta, loss_type=loss_type, label_smoothing=label_smoothing,
+        discopop_tau=discopop_tau, f_divergence_type=f_divergence_type, f_alpha_divergence_coef=f_alpha_divergence_coef,
+        num_nll_tokens=num_nll_tokens, reduction=reduction,
+    )  # fmt: skip
+
+
+def _direct_loss(
+    name: str, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, *, beta: float, loss_type: str,
+    label_smoothing: float | None, reduction: str, discopop_tau: float | None = None,
+    f_divergence_type: str = "reverse_kl", f_alpha_divergence_coef: float | None = None,
+    num_nll_tokens: Tensor | float | None = None,
+) -> PreferenceLoss:  # fmt: skip
+    """`dpo_loss` with the same arguments; error messages name the loss `name`."""
+    check_tokens(name, log_probs, mask)
+    _check_even(name, log_probs)
+    check_choice(name, "loss_type", loss_type, LOSS_TYPES)
+    check_choice(name, "f_divergence_type", f_divergence_type, SCORES)
+    check_positive(name, beta=beta, discopop_tau=discopop_tau)
     check_finite(
-        "dpo_loss",
+        name,
+        beta=beta,
         f_alpha_divergence_coef=f_alpha_divergence_coef,
         label_smoothing=label_smoothing,
         num_nll_tokens=num_nll_tokens,
@@ -114,20 +130,20 @@ def dpo_loss(
     chosen_type = LOSS_TYPES[loss_type]
     divergence = None if f_divergence_type == "reverse_kl" else f_divergence_type
     check_used(
-        "dpo_loss", loss_type, chosen_type.options,
+        name, loss_type, chosen_type.options,
         label_smoothing=label_smoothing or None, discopop_tau=discopop_tau, f_divergence_type=divergence,
     )  # fmt: skip
-    smoothing = _checked_label_smoothing("dpo_loss", label_smoothing)
+    smoothing = _checked_label_smoothing(name, label_smoothing)
     if loss_type == "exo_pair" and not smoothing:
-        raise InputError("dpo_loss: loss_type 'exo_pair' needs label_smoothing above 0; its paper takes 0.001")
+        raise InputError(f"{name}: loss_type 'exo_pair' needs label_smoothing above 0; its paper takes 0.001")
     if f_alpha_divergence_coef is not None and f_divergence_type != "alpha_divergence":
-        raise InputError("dpo_loss: f_alpha_divergence_coef is of f_divergence_type 'alpha_divergence' alone")
+        raise InputError(f"{name}: f_alpha_divergence_coef is of f_divergence_type 'alpha_divergence' alone")
     alpha = 0.5 if f_alpha_divergence_coef is None else f_alpha_divergence_coef
     if not 0 < alpha < 1:
-        raise InputError(f"dpo_loss: f_alpha_divergence_coef must be in (0, 1), got {alpha}")
+        raise InputError(f"{name}: f_alpha_divergence_coef must be in (0, 1), got {alpha}")
 
     sums = sequence_log_probs(log_probs, mask)
-    ref_sums = reference_sums("dpo_loss", ref_log_probs, mask).to(sums.dtype)
+    ref_sums = reference_sums(name, ref_log_probs, mask).to(sums.dtype)
     (policy_chosen, policy_rejected), (ref_chosen, ref_rejected) = sums.chunk(2), ref_sums.chunk(2)
     ratios = sums - ref_sums
     scores = SCORES[f_divergence_type](ratios, alpha)
@@ -135,11 +151,11 @@ def dpo_loss(
     chosen, rejected = ratios.chunk(2)
     pairs = Pairs(
         chosen, rejected, score[0] - score[1], average[0] - average[1], policy_chosen - policy_rejected,
-        ref_chosen - ref_rejected, _nll("dpo_loss", log_probs, mask, num_nll_tokens), beta, smoothing,
+        ref_chosen - ref_rejected, _nll(name, log_probs, mask, num_nll_tokens), beta, smoothing,
         0.05 if discopop_tau is None else discopop_tau,
     )  # fmt: skip
     rewards = (beta * scores.detach()).chunk(2)
-    return PreferenceLoss(reduced("dpo_loss", chosen_type.losses(pairs), reduction), *rewards)
+    return PreferenceLoss(reduced(name, chosen_type.losses(pairs), reduction), *rewards)
 
 
 def cpo_loss(
@@ -178,8 +194,8 @@ def cpo_loss(
     check_tokens("cpo_loss", log_probs, mask)
     check_choice("cpo_loss", "loss_type", loss_type, CPO_LOSS_TYPES)
     check_finite("cpo_loss", cpo_alpha=cpo_alpha, num_nll_tokens=num_nll_tokens)
-    found = dpo_loss(
-        log_probs, log_probs.new_zeros(len(log_probs)), mask, beta=beta, loss_type=loss_type,
+    found = _direct_loss(
+        "cpo_loss", log_probs, log_probs.new_zeros(len(log_probs)), mask, beta=beta, loss_type=loss_type,
         label_smoothing=label_smoothing, reduction="none",
     )  # fmt: skip
     losses = found.loss + cpo_alpha * _nll("cpo_loss", log_probs, mask, num_nll_tokens)

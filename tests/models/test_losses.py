@@ -331,6 +331,10 @@ def test_no_tokens_to_divide_by() -> None:
         ("dpo", {"f_divergence_type": "forward_kl", "loss_type": "sft"}, "'sft' has no f_divergence_type"),
         ("dpo", {"f_alpha_divergence_coef": 0.2}, "f_alpha_divergence_coef is of"),
         ("dpo", {"beta": 0.0}, "beta must be positive"),
+        ("dpo", {"beta": math.inf}, "beta must be a finite number, got inf"),
+        ("cpo", {"beta": 0.0}, "beta must be positive"),
+        ("cpo", {"label_smoothing": 0.7}, r"label_smoothing must be in \[0, 0.5\), got 0.7"),
+        ("cpo", {"log_probs": torch.ones(3, 3), "mask": torch.ones(3, 3) > 0}, "log_probs must be of pairs"),
         ("dpo", {"reduction": "sum"}, "reduction must be one of mean, none; got 'sum'"),
         ("dpo", {"mask": torch.ones(4, 3)}, r"mask must be torch.bool of shape \(4, 3\)"),
         ("dpo", {"ref_log_probs": torch.ones(3)}, r"ref_log_probs must be floating of shape \(4\)"),
@@ -372,5 +376,5 @@ def test_bad_input(loss: str, changed: dict[str, Any], message: str) -> None:
     good |= {"ref_log_probs": -torch.ones(4, 3)} if loss in ("dpo", "kto") else {}
     good |= {"label": torch.ones(4) > 0, "kl": torch.tensor(0.0)} if loss == "kto" else {}
     good |= {"advantages": torch.ones(4)} if loss == "grpo" else {}
-    with pytest.raises(InputError, match=f"{loss}_loss: .*{message}" if loss != "cpo" else message):
+    with pytest.raises(InputError, match=f"{loss}_loss: .*{message}"):
         getattr(losses, f"{loss}_loss")(**good | changed)

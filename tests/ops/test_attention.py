@@ -324,10 +324,17 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     q, k = torch.zeros(1, 4, 4, 8), torch.zeros(1, 4, 2, 8)
     with pytest.raises(InputError, match=r"q must be floating of shape \(B, T, Hq, D\)"):
         attention(q[0], k, k)
-    with pytest.raises(InputError, match=r"k must be floating of shape \(1, S, Hkv, 8\) on cpu; got .* \(1, 4, 2, 7\)"):
+    with pytest.raises(InputError, match=r"k must be torch.float32 of shape \(1, S, Hkv, 8\) .* got .* \(1, 4, 2, 7\)"):
         attention(q, k[..., :7], k[..., :7])
-    with pytest.raises(InputError, match=r"v must be floating of shape \(1, 4, 2, Dv\)"):
+    with pytest.raises(InputError, match=r"v must be torch.float32 of shape \(1, 4, 2, Dv\)"):
         attention(q, k, k[:, :, :1])
+    for backend in ("auto", "reference"):  # which computes wider numbers in any case
+        with pytest.raises(InputError, match=r"k must be torch.float32 .* got torch.bfloat16"):
+            attention(q, k.bfloat16(), k.bfloat16(), backend=backend)
+        with pytest.raises(InputError, match=r"v must be torch.float32 .* got torch.bfloat16"):
+            attention(q, k, k.bfloat16(), backend=backend)
+    with pytest.raises(InputError, match="attention: needs D > 0"):
+        attention(q[..., :0], k[..., :0], k)
     with pytest.raises(InputError, match="q has 3 heads, k 2"):
         attention(q[:, :, :3], k, k)
     with pytest.raises(InputError, match="4 queries but only 3 keys"):

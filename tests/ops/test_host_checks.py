@@ -43,7 +43,10 @@ def test_where_values_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dispatch.checked_on_host(cuda) != capturing
 
 
-@pytest.mark.parametrize(("value", "wanted"), [("1", True), ("0", False), ("", False), (None, False)])
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [("1", True), ("True", True), ("0", False), ("false", False), ("Off", False), ("", False), (None, False)],
+)
 def test_the_environment_asks_for_them(value: str | None, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LIGERMODELS_HOST_CHECKS", raising=False)
     if value is not None:

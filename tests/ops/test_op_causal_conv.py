@@ -206,3 +206,14 @@ def test_bad_input() -> None:
         ops.gated_rms_norm(x, x, torch.zeros(5), 1e-6, activation="tanh")
     with pytest.raises(InputError, match="causal_conv_step: inputs must be contiguous"):
         ops.causal_conv_step(x[:, :1], weight, torch.zeros(1, 5, 3).mT)
+
+
+def test_a_gradient_of_earlier_inputs_alone_through_a_tree(where: Where) -> None:
+    """The kernel of trees has no gradient."""
+    shapes = (1, 3, 5), (5, 3), (1, 2, 5)
+    x, weight, earlier = (torch.randn(shape, device=where.device).to(where.dtype) for shape in shapes)
+    tree = torch.tensor([0, 0, 1], device=where.device), torch.tensor([0, 1, 2], device=where.device)
+    earlier.requires_grad_()
+    results = [op(x, weight, earlier=earlier, tree=tree) for op in (ops.causal_conv, ops.causal_conv_reference)]
+    found, wanted = (torch.autograd.grad(y.float().square().sum(), earlier)[0] for y in results)
+    torch.testing.assert_close(found, wanted)

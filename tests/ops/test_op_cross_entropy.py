@@ -1,3 +1,4 @@
+import math
 from collections.abc import Callable
 from itertools import product
 
@@ -273,8 +274,17 @@ def test_target_out_of_range(value: int, backend: str) -> None:
         ({"reduction": "median"}, "reduction must be"),
         ({"label_smoothing": 1.5}, "label_smoothing must be in"),
         ({"label_smoothing": None}, "label_smoothing must be in"),
-        ({"z_loss": None}, "z_loss must be 0 or above, got None"),
-        ({"logit_scale": None}, "logit_scale must be positive, got None"),
+        ({"label_smoothing": True}, "label_smoothing must be in"),
+        ({"z_loss": None}, "z_loss must be 0 or above, and finite, got None"),
+        ({"z_loss": math.inf}, "z_loss must be 0 or above, and finite, got inf"),
+        ({"logit_scale": None}, "logit_scale must be positive and finite, got None"),
+        ({"logit_scale": math.inf}, "logit_scale must be positive and finite, got inf"),
+        ({"softcap": math.inf}, "softcap must be positive and finite, or None, got inf"),
+        ({"softcap": "30"}, "softcap must be positive and finite, or None, got '30'"),
+        ({"ignore_index": None}, "cross_entropy: ignore_index must be a whole number, got None"),
+        ({"ignore_index": -100.0}, "ignore_index must be a whole number, got -100.0"),
+        ({"token_scaling": "no"}, "cross_entropy: token_scaling: must be True or False, got 'no'"),
+        ({"return_rank": 1}, "return_rank: must be True or False, got 1"),
         ({"reduction": None}, "reduction must be"),
         ({"softcap": 0.0}, "softcap must be positive"),
         ({"logit_scale": -1.0}, "logit_scale must be positive"),

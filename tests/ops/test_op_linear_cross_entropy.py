@@ -107,8 +107,33 @@ def test_rows_are_left_out_of_a_compiled_graph(options: dict) -> None:
 
 
 def test_a_wrong_count_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="num_targets is not the number"):
+    with pytest.raises(InputError, match="num_targets is not the number"):
         linear_cross_entropy(torch.ones(9, 4), torch.ones(5, 4), torch.zeros(9, dtype=torch.long), num_targets=3)
+
+
+def test_compiled_with_any_count() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True, dynamic=True)
+    hidden, weight = torch.randn(9, 4), torch.randn(5, 4)
+    for count in (6, 4, 3):
+        y = torch.where(torch.arange(9) < count, 2, -100)
+        torch.testing.assert_close(
+            compiled(hidden, weight, y, num_targets=count, softcap=float(count)),
+            linear_cross_entropy(hidden, weight, y, softcap=float(count)),
+        )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_single_row_without_a_dimension(where: Where, reduction: str) -> None:
+    hidden, weight, _ = head(where, (), 4, 5)
+    for y, wanted in ((-100, -1), (3, 0)):
+        target = torch.tensor(y, device=where.device)
+        loss, rank, z_loss = linear_cross_entropy(
+            hidden, weight, target, reduction=reduction, return_rank=True, return_z_loss=True, z_loss=0.1
+        )
+        assert loss.shape == rank.shape == z_loss.shape == ()
+        assert (rank == wanted) if y < 0 else rank >= wanted
+        assert (loss == 0) == (y < 0)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

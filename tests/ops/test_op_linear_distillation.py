@@ -296,7 +296,7 @@ def test_equal_probabilities(divergence: str) -> None:
 
 def test_a_wrong_count_is_an_error() -> None:
     heads = Heads(Where(torch.device("cpu"), torch.float32), (9,), 4, 5, ignored=0.0)
-    with pytest.raises(RuntimeError, match="num_tokens is not the number"):
+    with pytest.raises(InputError, match="num_tokens is not the number"):
         heads.loss(num_tokens=3)
 
 
@@ -423,7 +423,12 @@ def test_memory_stays_within_the_budget(dtype: str, options: dict[str, Any]) -> 
         ({"beta": 0.3}, "beta belongs to the jsd"),
         ({"divergence": "jsd", "beta": 1.0}, r"beta must be in \(0, 1\), got 1.0; its ends are"),
         ({"temperature": 0.0}, "temperature must be positive"),
+        ({"temperature": torch.inf}, "temperature must be positive and finite, got inf"),
+        ({"temperature": None}, "temperature must be positive and finite, got None"),
         ({"teacher_softcap": -1.0}, "teacher_softcap must be positive"),
+        ({"softcap": torch.inf}, "softcap must be positive and finite, got inf"),
+        ({"divergence": "jsd", "beta": "0.5"}, "beta must be in"),
+        ({"return_losses": "no"}, "return_losses: must be True or False, got 'no'"),
         ({"reduction": "batchmean"}, "reduction must be"),
         ({"memory_budget": 0}, "memory_budget must be a positive"),
         ({"mask": torch.ones(2)}, r"mask must be torch.bool of shape \(2\)"),

@@ -11,7 +11,7 @@ from op_harness import check, contiguous, strided_rows, transposed, wide
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ligermodels.errors import InputError
-from ligermodels.ops import linear_cross_entropy, linear_log_probs, linear_log_probs_reference
+from ligermodels.ops import linear_cross_entropy, linear_log_probs, linear_log_probs_reference, set_backend
 
 TINY, AMPLE = 1, 2**30  # bytes: one row a chunk (the least), all rows at once
 ALL = dict.fromkeys(("return_entropy", "return_lse", "return_predicted", "return_rank"), True)
@@ -311,6 +311,48 @@ def test_kept_logits_are_not_recomputed(
 
 
 @pytest.mark.every_case
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("statistic", [0, 1, 2])
+def test_infinite_gradients_of_ignored_rows(where: Where, trained: bool, statistic: int) -> None:
+    """Such as of 1 / log_probs, which is infinite there, behind a torch.where."""
+    hidden, weight, _ = head(where, (40,), 6, 11)
+    y = targets((40,), 11, where.device, ignored=0.0)
+    y[5] = -100  # so few that their rows are not left out
+    inputs = hidden.requires_grad_(), weight.requires_grad_(trained)
+    found = linear_log_probs(*inputs, y, return_entropy=True, return_lse=True)[statistic]
+    loss = torch.where(y != -100, 1 / found, 0.0).sum()
+    for gradient in torch.autograd.grad(loss, [x for x in inputs if x.requires_grad]):
+        assert gradient.isfinite().all()
+        assert not gradient[5].any() or len(gradient) == 11
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("budget", [20, 40, 64])  # rows of logits
+def test_a_backward_pass_on_the_other_backend(budget: int, kernels_device: torch.device) -> None:
+    """It has no kernels for the logits that the forward pass has kept for it."""
+    T, H, V = 64, 16, 300
+    where, gradients = Where(kernels_device, torch.float32), []
+    y = targets((T,), V, kernels_device)
+    inputs = [x.requires_grad_() for x in head(where, (T,), H, V)]
+    for backend in ("triton", "reference"):
+        found = linear_log_probs(*inputs[:2], y, inputs[2], return_entropy=True, memory_budget=budget * 304 * 4)
+        loss = (found.log_probs * found.entropy).sum()
+        with set_backend(backend):
+            gradients.append(torch.autograd.grad(loss, inputs))
+    for one, two in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+
+
+def test_entropy_of_kept_classes_in_the_reference() -> None:
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(9, 4)
+    y = torch.tensor([1, 2, -100])
+    results = [
+        op(hidden, weight, y, top_k=3, return_entropy=True) for op in (linear_log_probs, linear_log_probs_reference)
+    ]
+    ours, reference = (torch.autograd.grad(4 * found.entropy.sum(), hidden)[0] for found in results)
+    torch.testing.assert_close(reference, ours)
+
+
 @pytest.mark.parametrize("trained", [True, False], ids=["trained head", "frozen head"])
 def test_repeated_backward(where: Where, trained: bool) -> None:
     """Over a retained graph, each backward pass with its own gradient: powers of two, so that they compare by bits.
@@ -467,6 +509,9 @@ def test_memory_and_no_wait_on_the_gpu(trained: bool) -> None:
         ({"hidden": torch.ones(2, 4, dtype=torch.int64)}, InputError, "hidden must be floating"),
         ({"softcap": 0.0}, InputError, "softcap must be positive"),
         ({"logit_scale": -1.0}, InputError, "logit_scale must be positive"),
+        ({"ignore_index": None}, InputError, "ignore_index must be a whole number, got None"),
+        ({"return_entropy": "no"}, InputError, "linear_log_probs: return_entropy: must be True or False, got 'no'"),
+        ({"entropy_in_loss": 1}, InputError, "entropy_in_loss: must be True or False, got 1"),
         ({"memory_budget": 0}, InputError, "memory_budget must be a positive"),
         ({"temperature": 0.0}, InputError, "temperature must be a positive number or a tensor"),
         ({"temperature": torch.ones(3)}, InputError, r"temperature must be .*of shape \(2\)"),
@@ -484,7 +529,7 @@ def test_memory_and_no_wait_on_the_gpu(trained: bool) -> None:
         ({"top_k": torch.ones(2).long()}, InputError, "top_k must be a whole number, .* the same for all rows"),
         ({"top_p": 1.1}, InputError, r"top_p must be a number in \[0, 1\]"),
         ({"min_p": -0.1}, InputError, r"min_p must be a number in \[0, 1\]"),
-        ({"num_targets": 1}, RuntimeError, "num_targets is not the number"),
+        ({"num_targets": 1}, InputError, "num_targets is not the number"),
     ],
     ids=str,
 )

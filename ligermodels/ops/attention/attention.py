@@ -27,8 +27,8 @@ from ligermodels.ops.runtime.tensors import without_autocast
 BACKENDS = {backend.name: backend for backend in (*FLASH, TRITON, VARLEN, SDPA, REFERENCE)}
 
 _TENSORS = Signature(
-    dtensors="kept", q="B T Hq D", k="B S Hkv D", v="B S Hkv Dv", mask="B T S bool ?", cu_seqlens="bounds int32 ?",
-    sinks="Hq ?",
+    dtensors="kept", q="B T Hq D+", k="B S Hkv D =q", v="B S Hkv Dv+ =q", mask="B T S bool ?",
+    cu_seqlens="bounds int32 ?", sinks="Hq ?",
 )  # fmt: skip
 _ALIGNMENT = 16
 """Bytes: on a GPU, fused kernels need each token's heads to begin at a multiple of this."""

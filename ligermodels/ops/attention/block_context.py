@@ -27,7 +27,7 @@ from ligermodels.ops.runtime.tensors import empty_gradient, heads_and_strides, w
 
 OP = "block_context_attention"
 _TENSORS = Signature(
-    dtensors="kept", q="B A L Hq D", k_block="B A L Hkv D =q", v_block="B A L Hkv D =q", k_context="B T Hkv D =q",
+    dtensors="kept", q="B A L Hq D+", k_block="B A L Hkv D =q", v_block="B A L Hkv D =q", k_context="B T Hkv D =q",
     v_context="B T Hkv D =q", anchors="B A int64", cu_seqlens="bounds int32 ?",
     starts="B A int32 ?",
 )  # fmt: skip

@@ -38,7 +38,7 @@ from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentia
 from ligermodels.ops.runtime.tensors import heads_and_strides, without_autocast
 
 OP = "private_key_attention"
-_TENSORS = Signature(dtensors="kept", q="B T Hq D", k="B T Hkv D =q", v="B T Hkv D =q", cu_seqlens="bounds int32 ?")
+_TENSORS = Signature(dtensors="kept", q="B T Hq D+", k="B T Hkv D =q", v="B T Hkv D =q", cu_seqlens="bounds int32 ?")
 
 
 def private_key_attention(

@@ -21,6 +21,7 @@ from ligermodels.ops.attention.backend import (
     repeat_heads,
     visible,
 )
+from ligermodels.ops.runtime.library import is_fake
 
 _LONG = 512
 """From this many queries on, cuDNN's kernels, nearly twice as fast on Hopper as torch's flash kernels, pay for their
@@ -42,7 +43,7 @@ def _run(
 ) -> Tensor:  # fmt: skip
     if mask is None and sinks is None and not needs_mask(request):
         return _sdpa(q, k, v, request, None)
-    on_cpu = request.device == "cpu" and not request.compiling
+    on_cpu = request.device == "cpu" and not (request.compiling or is_fake(q))
     if cu_seqlens is not None and on_cpu:
         return _each_sequence(q, k, v, request, cu_seqlens.tolist(), sinks)
     if mask is not None:

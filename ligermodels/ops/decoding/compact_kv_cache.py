@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.runtime.checks import check_tensor
+from ligermodels.ops.runtime.checks import check_tensor, check_tensors
 from ligermodels.ops.runtime.devices import power_of_2_above
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
@@ -24,6 +24,7 @@ def compact_kv_cache(stored: Tensor, slots: Tensor) -> None:
     Raises:
         InputError: shapes, dtypes or devices do not fit, or `stored` is not contiguous.
     """
+    check_tensors("compact_kv_cache", stored=stored)
     reject_dtensors("compact_kv_cache", stored, slots)
     if stored.dim() < 3 or not stored.is_contiguous():
         raise InputError(f"compact_kv_cache: stored must be (..., B, S, E) and contiguous, got {tuple(stored.shape)}")

@@ -18,7 +18,7 @@ from ligermodels.ops.attention.backend import AttentionRequest
 from ligermodels.ops.attention.reference import attend_document
 from ligermodels.ops.attention.triton_attention import MAX_BYTES, launch_batch_invariant
 from ligermodels.ops.decoding.decode_attention_kernels import combine_attention_kernel, decode_attention_kernel
-from ligermodels.ops.runtime.checks import Signature, check_scores, check_strides, check_tensor
+from ligermodels.ops.runtime.checks import Signature, check_scores, check_strides, check_tensor, check_tensors
 from ligermodels.ops.runtime.devices import num_sms, pipeline_stages, power_of_2_above
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, set_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake
@@ -208,6 +208,7 @@ def _check(
             f"got q {tuple(q.shape)} and k_cache {tuple(k_cache.shape)}"
         )
     if tree_mask is not None:
+        check_tensors(op, tree_mask=tree_mask)
         shape = (T, T) if tree_mask.dim() == 2 else (B, T, T)
         check_tensor(op, "tree_mask", tree_mask, shape, q.device, torch.bool)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k_cache, v_cache, sinks)):

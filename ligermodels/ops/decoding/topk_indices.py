@@ -7,7 +7,9 @@ of a decoding step, both take longer than reading the rows.
 import torch
 from torch import Tensor
 
-from ligermodels.errors import InputError
+from ligermodels.arguments import is_whole
+from ligermodels.errors import InputError, short
+from ligermodels.ops.runtime.checks import check_tensors
 from ligermodels.ops.runtime.devices import power_of_2_above
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
@@ -32,13 +34,14 @@ def topk_indices(x: Tensor, k: int) -> Tensor:
     Raises:
         InputError: x is not floating, or k is out of range.
     """
+    check_tensors("topk_indices", x=x)
     reject_dtensors("topk_indices", x)
     if x.dim() == 0 or not x.is_floating_point():
         raise InputError(
             f"topk_indices: x must be floating with at least one dimension, got {x.dtype} {tuple(x.shape)}"
         )
-    if not 0 <= k <= x.shape[-1]:
-        raise InputError(f"topk_indices: k must be from 0 to {x.shape[-1]}, the elements of a row; got {k}")
+    if not (torch.compiler.is_compiling() or is_whole(k)) or not 0 <= k <= x.shape[-1]:
+        raise InputError(f"topk_indices: k must be from 0 to {x.shape[-1]}, the elements of a row; got {short(k)}")
     if not use_kernels(x) or k > MAX_K:
         return topk_indices_reference(x, k)
     return _topk_indices(x, k)

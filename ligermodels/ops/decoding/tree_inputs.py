@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ligermodels.ops.runtime.checks import check_tensor
+from ligermodels.ops.runtime.checks import check_tensor, check_tensors
 from ligermodels.ops.runtime.devices import power_of_2_above
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
@@ -41,6 +41,7 @@ def tree_inputs(
     Raises:
         InputError: shapes, dtypes or devices do not fit.
     """
+    check_tensors("tree_inputs", best=best, depth=depth)
     reject_dtensors("tree_inputs", best, root)
     B = len(best)
     nodes: tuple[int | str, ...] = ("N",) if depth.dim() == 1 else (B, "N")

@@ -7,6 +7,7 @@ writes one layout or both. With one scale per row it takes one pass, see `cast_b
 import torch
 from torch import Tensor
 
+from ligermodels.arguments import check_flags
 from ligermodels.errors import InputError
 from ligermodels.ops.float8.cast_by_row import check_tail, float8_rows, with_tail
 from ligermodels.ops.float8.scaling import (
@@ -26,6 +27,7 @@ from ligermodels.ops.float8.scaling import (
     use_float8_kernels,
 )
 from ligermodels.ops.float8.tensor import Float8Tensor
+from ligermodels.ops.runtime.checks import check_tensors
 from ligermodels.ops.runtime.dispatch import tl
 from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import always, custom_op, is_fake, reject_dtensors
@@ -55,6 +57,7 @@ def float8_cast(
         BackendError: a GPU without float8.
     """
     check_tail("float8_cast", tail)
+    check_flags("float8_cast", rows=rows, columns=columns, by_row=by_row)
     if by_row and columns:
         raise InputError("float8_cast: by_row: columns have one scale; a scale for each row goes with rows alone")
     if isinstance(x, Float8Tensor):
@@ -87,6 +90,7 @@ def with_layouts(x: Float8Tensor, rows: bool, columns: bool) -> Float8Tensor:
 def check_last(op: str, name: str, x: Tensor, multiple: int = ALIGNMENT) -> None:
     """Raises InputError, naming `op` and the argument `name`, unless x is floating with a last dimension that is a
     multiple of `multiple`; and BackendError on a GPU without float8."""
+    check_tensors(op, **{name: x})
     check_float8_device(op, x.device)
     if x.dim() == 0 or not x.is_floating_point() or x.shape[-1] % multiple:
         raise InputError(
@@ -110,6 +114,7 @@ def float8_transpose(x: Tensor, tail: int = 0) -> Tensor:
         InputError: x is not such a matrix, or N or the tail is not a multiple of 16.
     """
     check_tail("float8_transpose", tail)
+    check_tensors("float8_transpose", x=x)
     if x.dim() != 2 or x.dtype not in MAX_EXPONENT or x.shape[1] % ALIGNMENT:
         raise InputError(f"float8_transpose: takes float8 (M, N), N a multiple of 16; got {x.dtype} {tuple(x.shape)}")
     return _float8_transpose(x.view(torch.uint8), tail).view(x.dtype)

@@ -16,6 +16,7 @@ from ligermodels.ops.float8.cast import float8_cast, float8_transpose, with_layo
 from ligermodels.ops.float8.mm import OUTPUTS, float8_mm
 from ligermodels.ops.float8.scaling import ALIGNMENT, E4M3, E5M2, check_float8_device
 from ligermodels.ops.float8.tensor import Float8Tensor
+from ligermodels.ops.runtime.checks import check_tensors
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant
 from ligermodels.ops.runtime.library import once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import autocast_dtype
@@ -115,6 +116,7 @@ def float8_linear(
 
 def _checked(x: Tensor, weight: Tensor, bias: Tensor | None, frozen: Float8Tensor | None) -> torch.dtype:
     """The dtype of the result. Raises the errors of `float8_linear`."""
+    check_tensors("float8_linear", x=x, weight=weight, **({} if bias is None else {"bias": bias}))
     reject_dtensors("float8_linear", x, weight, bias)
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1] or x.device != weight.device:
         raise InputError(

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.ops.float8.scaling import ALIGNMENT, E4M3, E5M2
-from ligermodels.ops.runtime.checks import check_tensor
+from ligermodels.ops.runtime.checks import check_tensor, check_tensors
 from ligermodels.ops.runtime.library import custom_op, is_fake
 from ligermodels.ops.runtime.tensors import without_autocast
 
@@ -51,6 +51,7 @@ def float8_mm(
 
 def _check(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> None:
     op = "float8_mm"
+    check_tensors(op, a=a, scale_a=scale_a)
     check_tensor(op, "a", a, ("M", "K"), a.device, E4M3, E5M2)
     check_tensor(op, "b", b, ("N", a.shape[1]), a.device, E4M3, E5M2)
     check_tensor(op, "scale_a", scale_a, (a.shape[0],) if scale_a.dim() else (), a.device, torch.float32)

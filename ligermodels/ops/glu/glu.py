@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ligermodels.arguments import check_flags, is_number
 from ligermodels.errors import InputError, short
 from ligermodels.ops.glu.glu_kernels import glu_backward_kernel, glu_forward_kernel
 from ligermodels.ops.runtime.checks import Signature
@@ -89,6 +90,7 @@ def swiglu(
         >>> swiglu(torch.randn(2, 5, 64), torch.randn(2, 5, 64)).shape
         torch.Size([2, 5, 64])
     """
+    check_flags("swiglu", limit_activation=limit_activation)
     activation = CLAMPED_SILU if limit_activation else "silu"
     return _glu("swiglu", gate, up, GLUOptions(activation, gate_multiplier, down_multiplier, limit, up_offset))
 
@@ -151,10 +153,14 @@ def check_pairs(op: str, channels: int) -> None:
 
 def check_options(op: str, options: GLUOptions) -> None:
     """Raises InputError, naming `op`, for an unknown activation, or a limit that is not above 0."""
+    if not isinstance(options, GLUOptions):
+        raise InputError(f"{op}: the activation must be GLUOptions, got {short(options)}")
     if options.activation not in NAMES:
         raise InputError(f"{op}: activation must be one of {', '.join(NAMES)}, got {short(options.activation)}")
-    if options.limit is not None and not options.limit > 0:
-        raise InputError(f"{op}: limit must be above 0, got {options.limit}")
+    limit = options.limit
+    known = limit is None or torch.compiler.is_compiling() or is_number(limit)  # compiled, a number may be a symbol
+    if not known or (limit is not None and not limit > 0):
+        raise InputError(f"{op}: limit must be above 0, got {short(limit)}")
 
 
 def swiglu_reference(

@@ -7,6 +7,8 @@ once more. The gradient of x is computed in the same way.
 import torch
 from torch import Tensor
 
+from ligermodels.arguments import is_number
+from ligermodels.errors import InputError, short
 from ligermodels.ops.linear.linear import dense_linear
 from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.dispatch import set_batch_invariant
@@ -50,6 +52,8 @@ def lora_linear(
     if any(is_dtensor(t) for t in tensors if t is not None):
         return lora_linear_reference(x, weight, a, b, bias, scaling=scaling, dropped=dropped)
     _TENSORS.check("lora_linear", x, weight, a, b, bias, dropped)
+    if not (torch.compiler.is_compiling() or is_number(scaling)):
+        raise InputError(f"lora_linear: scaling must be a number, got {short(scaling)}")
     if set_batch_invariant.value:
         return lora_linear_reference(x, weight, a, b, bias, scaling=scaling, dropped=dropped)
     rows, K = count_rows(x), x.shape[-1]

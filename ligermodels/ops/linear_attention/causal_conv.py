@@ -59,7 +59,8 @@ def causal_conv(
     if tree is None and (earlier is None or not earlier.requires_grad):
         first = None if cu_seqlens is None else first_tokens(x, cu_seqlens)
         return CausalConv.apply(x, weight, bias, earlier, first, silu)
-    if tree is None or (torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None)):
+    operands = x, weight, bias, earlier
+    if tree is None or (torch.is_grad_enabled() and any(t.requires_grad for t in operands if t is not None)):
         return reference()
     return tree_conv(x, weight, bias, earlier, *tree, silu)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops.linear_attention.causal_conv import causal_conv_reference, conv_sources, is_silu
 from ligermodels.ops.linear_attention.causal_conv_kernels import BLOCK, WARPS
-from ligermodels.ops.runtime.checks import Signature, check_tensor
+from ligermodels.ops.runtime.checks import Signature, check_tensor, check_tensors
 from ligermodels.ops.runtime.devices import power_of_2_above
 from ligermodels.ops.runtime.dispatch import tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel, wait_for_previous
@@ -72,6 +72,7 @@ def commit_conv_inputs(inputs: Tensor, x: Tensor, node: Tensor, tree: tuple[Tens
     """
     op, (parent, depth) = "commit_conv_inputs", tree
     _COMMIT.check(op, x, node)
+    check_tensors(op, inputs=inputs)
     _check_inputs(op, x, inputs, inputs.shape[1] + 1)
     for name, nodes in (("parent", parent), ("depth", depth)):
         shape = (x.shape[1],) if nodes.dim() == 1 else tuple(x.shape[:2])

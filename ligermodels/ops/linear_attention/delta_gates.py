@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.ops.runtime.checks import Signature
+from ligermodels.ops.runtime.checks import Signature, check_tensors
 from ligermodels.ops.runtime.devices import num_sms, power_of_2_above
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel, wait_for_previous
@@ -51,6 +51,7 @@ def delta_gates(
     """
     if lower_bound is not None and not -math.inf < lower_bound < 0:
         raise InputError(f"delta_gates: lower_bound: must be a finite number below 0, got {lower_bound}")
+    check_tensors("delta_gates", a=a)
     a, b, log_rate, bias = (_BY_CHANNEL if a.dim() == 4 else _TENSORS).check("delta_gates", a, b, log_rate, bias)
     operands = a, b, log_rate, bias
     if not use_kernels(*operands):

@@ -7,7 +7,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.ops.linear_attention.delta_chunks import EPS
 from ligermodels.ops.linear_attention.gated_delta_rule import check_operands, gated_delta_rule_reference
-from ligermodels.ops.runtime.checks import check_tensor
+from ligermodels.ops.runtime.checks import check_tensor, check_tensors
 from ligermodels.ops.runtime.devices import num_sms, power_of_2_above
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel, wait_for_previous
@@ -57,6 +57,7 @@ def gated_delta_rule_step_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, 
 def check_decoding(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> None:
     """Raises InputError, naming `op`, unless q, k, v, g and beta fit one another and `state`, `state` is contiguous,
     and autograd needs no gradient."""
+    check_tensors(op, q=q, state=state)
     check_operands(op, q, k, v, g, beta, state, torch.promote_types(q.dtype, torch.float32))
     if not state.is_contiguous():
         raise InputError(f"{op}: state must be contiguous, it is changed in place: call .contiguous()")

@@ -18,7 +18,7 @@ from ligermodels.ops.linear_attention.delta_step import MAX_KEY_DIM, block_of_va
 from ligermodels.ops.linear_attention.delta_tree_channels import channel_pairs
 from ligermodels.ops.linear_attention.gated_delta_rule import gated_delta_rule_tree_reference
 from ligermodels.ops.linear_attention.scan import TreeUpdates, tree_state
-from ligermodels.ops.runtime.checks import Signature, check_tensor
+from ligermodels.ops.runtime.checks import Signature, check_tensor, check_tensors
 from ligermodels.ops.runtime.devices import gpu_of, power_of_2_above
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
@@ -96,6 +96,7 @@ def commit_tree(state: Tensor, updates: TreeUpdates, node: Tensor, ancestors: Te
 
 
 def check_ancestors(op: str, ancestors: Tensor, batch: int, nodes: int, device: torch.device) -> None:
+    check_tensors(op, ancestors=ancestors)
     shape = (nodes, nodes) if ancestors.dim() == 2 else (batch, nodes, nodes)
     check_tensor(op, "ancestors", ancestors, shape, device, torch.bool)
 

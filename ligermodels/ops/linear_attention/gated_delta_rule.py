@@ -23,13 +23,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ligermodels.arguments import check_flags
 from ligermodels.errors import BackendError, InputError
 from ligermodels.ops.linear_attention import delta_chunks, fla
 from ligermodels.ops.linear_attention.causal_conv import first_tokens
 from ligermodels.ops.linear_attention.delta_channels import channel_delta_backward, channel_delta_forward
 from ligermodels.ops.linear_attention.delta_chunks import EPS, gated_delta_chunks_backward, gated_delta_chunks_forward
 from ligermodels.ops.linear_attention.scan import TreeUpdates, scan_sequence, scan_tree
-from ligermodels.ops.runtime.checks import Signature, check_rising, check_tensor
+from ligermodels.ops.runtime.checks import Signature, check_rising, check_tensor, check_tensors
 from ligermodels.ops.runtime.dispatch import is_recording, refuse_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import mark_constants, once_differentiable, reject_dtensors
 from ligermodels.ops.runtime.tensors import without_autocast
@@ -83,6 +84,7 @@ def gated_delta_rule(
         BackendError: the named backend is unknown or cannot serve the call.
     """
     refuse_batch_invariant("gated_delta_rule")
+    check_flags("gated_delta_rule", final_state=final_state)
     check_operands("gated_delta_rule", q, k, v, g, beta, initial_state)
     check_tensor("gated_delta_rule", "cu_seqlens", cu_seqlens, ("n",), q.device, torch.int32, optional=True)
     if cu_seqlens is not None and q.shape[0] != 1:
@@ -186,6 +188,7 @@ def check_operands(
 ) -> None:
     """Raises InputError, naming `op`, unless q, k, v, g, beta and `state` (the state before them, or None) fit
     together, and `state` has one of `dtypes`, if there are any."""
+    check_tensors(op, g=g)
     reject_dtensors(op, state)
     (_BY_CHANNEL if g.dim() == 4 else _TENSORS).check(op, q, k, v, g, beta)
     (batch, tokens, groups, width), heads = q.shape, v.shape[2]

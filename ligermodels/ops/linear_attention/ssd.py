@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ligermodels.arguments import check_flags
 from ligermodels.errors import InputError
 from ligermodels.ops.linear_attention import delta_chunks, ssd_chunks
 from ligermodels.ops.linear_attention.causal_conv import first_tokens
@@ -65,6 +66,7 @@ def ssd(
         InputError: shapes, dtypes or devices do not fit, or, on the CPU, cu_seqlens do not rise from 0 to T.
     """
     refuse_batch_invariant("ssd")
+    check_flags("ssd", final_state=final_state)
     check_ssd("ssd", x, dt, A, B, C, D, initial_state)
     check_tensor("ssd", "cu_seqlens", cu_seqlens, ("n",), x.device, torch.int32, optional=True)
     if cu_seqlens is not None and x.shape[0] != 1:

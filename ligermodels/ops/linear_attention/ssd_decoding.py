@@ -18,7 +18,7 @@ from ligermodels.ops.linear_attention.delta_tree import (
 )
 from ligermodels.ops.linear_attention.scan import TreeUpdates, scan_tree
 from ligermodels.ops.linear_attention.ssd import check_ssd, scan_operands, ssd_reference, with_skip
-from ligermodels.ops.runtime.checks import check_tensor
+from ligermodels.ops.runtime.checks import check_tensor, check_tensors
 from ligermodels.ops.runtime.devices import power_of_2_above
 from ligermodels.ops.runtime.dispatch import refuse_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake
@@ -46,8 +46,8 @@ def ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor |
         InputError: shapes, dtypes or devices do not fit, or autograd would need a gradient.
     """
     refuse_batch_invariant("ssd_step")
-    check_tensor("ssd_step", "x", x, (x.shape[0], 1, *x.shape[2:]), x.device)
     _check_decoding("ssd_step", x, dt, A, B, C, D, state)
+    check_tensor("ssd_step", "x", x, (x.shape[0], 1, *x.shape[2:]), x.device)
     if not use_kernels(x, state) or B.shape[3] > MAX_KEY_DIM:
         return ssd_step_reference(x, dt, A, B, C, D, state)
     return _ssd_step(x, dt.float(), dt.float() * A.float(), B, C, D, state)
@@ -106,6 +106,7 @@ def _check_decoding(
     op: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, state: Tensor
 ) -> None:
     """`_check`, and raises InputError unless `state` is contiguous and autograd needs no gradient."""
+    check_tensors(op, x=x, state=state)
     check_ssd(op, x, dt, A, B, C, D, state, torch.promote_types(x.dtype, torch.float32))
     if not state.is_contiguous():
         raise InputError(f"{op}: state must be contiguous, it is changed in place: call .contiguous()")

@@ -16,6 +16,7 @@ from ligermodels.ops.loss.token_losses import LossOptions
 from ligermodels.ops.runtime.devices import num_sms
 from ligermodels.ops.runtime.dispatch import set_batch_invariant, tl, use_kernels
 from ligermodels.ops.runtime.launcher import kernel
+from ligermodels.ops.runtime.library import is_fake
 from ligermodels.ops.runtime.tensors import empty_gradient
 
 ROW_MULTIPLE = 128  # chunks are whole GEMM tiles
@@ -265,7 +266,7 @@ def _scale_kernel(x, factor, n, BLOCK: tl.constexpr):
 
 def scale_(x: Tensor, factor: Tensor) -> None:
     """x *= factor in place, for a contiguous x, without a wait for the device."""
-    if x.is_meta:
+    if is_fake(x):
         return
     if use_kernels(x):
         programs = min(-(-x.numel() // SCALE_BLOCK), 8 * num_sms(x.device))  # few, which usually end at once

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligermodels.arguments import check_flags
 from ligermodels.ops.loss.loss_terms import LossTerms, LossWeights, has_one_weight, term_weights
 from ligermodels.ops.loss.row_statistics import pack_results, row_statistics_reference, unpack_gradients
 from ligermodels.ops.loss.sharded_statistics import sharded_statistics
@@ -86,6 +87,10 @@ def cross_entropy(
         >>> target = torch.randint(1000, (2, 16))
         >>> ops.cross_entropy(logits, target, label_smoothing=0.1).backward()
     """
+    check_flags(
+        "cross_entropy", token_scaling=token_scaling, return_rank=return_rank, return_z_loss=return_z_loss,
+        return_predicted=return_predicted,
+    )  # fmt: skip
     options, shard = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale), None
     if is_dtensor(logits) and logits.ndim:
         from ligermodels.ops.runtime.class_shards import shard_of_classes  # imports DTensors

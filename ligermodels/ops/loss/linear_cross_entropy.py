@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligermodels.arguments import check_flags
 from ligermodels.ops.loss.cross_entropy import cross_entropy_reference
 from ligermodels.ops.loss.linear_head import LinearLoss, checked_head
 from ligermodels.ops.loss.linear_terms import linear_loss_terms
@@ -90,17 +91,17 @@ def linear_cross_entropy(
         >>> loss, rank = ops.linear_cross_entropy(hidden, weight, target, return_rank=True)
         >>> top_5_accuracy = (rank < 5).float().mean()
     """
+    flags = {"return_rank": return_rank, "return_z_loss": return_z_loss, "return_predicted": return_predicted}
+    check_flags("linear_cross_entropy", token_scaling=token_scaling, **flags)
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     head = checked_head(
         "linear_cross_entropy", hidden, weight, target, bias, options, memory_budget=memory_budget,
         num_targets=num_targets, reduction=reduction, token_weights=token_weights, divided=class_weights is None,
     )  # fmt: skip
-    returns_more = return_rank or return_z_loss or return_predicted
-    if returns_more or class_weights is not None or token_scaling or head.shard is not None:
+    if any(flags.values()) or class_weights is not None or token_scaling or head.shard is not None:
         return linear_loss_terms(
-            head, options, reduction=reduction, class_weights=class_weights, token_scaling=token_scaling,
-            return_rank=return_rank, return_z_loss=return_z_loss, return_predicted=return_predicted,
-        )  # fmt: skip
+            head, options, reduction=reduction, class_weights=class_weights, token_scaling=token_scaling, **flags
+        )
     loss: Tensor = LinearLoss.apply(*head[:5], head.needs, options, head.memory_budget, reduction != "none")
     return loss if reduction != "none" else head.restore(loss, 0)
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.arguments import Divergence
-from ligermodels.errors import InputError
+from ligermodels.arguments import LARGEST, Divergence, check_flags, is_number
+from ligermodels.errors import InputError, short
 from ligermodels.ops.loss.chunks import chunk_rows, chunks_of_logits, empty_gradients, keep_gradients, kept_gradients
 from ligermodels.ops.loss.divergence_rows import bytes_in_place, divergence_in_place
 from ligermodels.ops.loss.divergences import DIVERGENCES, DistillationOptions, DivergenceRows
@@ -128,6 +128,7 @@ def linear_distillation(
         teacher_logit_scale,
     )  # fmt: skip
     _check_options(options, beta, reduction)
+    check_flags(OP, return_acceptance=return_acceptance, return_agreement=return_agreement, return_losses=return_losses)
     memory_budget = checked_memory_budget(OP, memory_budget)
     if mask is None:
         mask = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device)
@@ -247,13 +248,16 @@ def _check_options(options: DistillationOptions, beta: float | None, reduction: 
         raise InputError(f"{OP}: divergence must be one of {', '.join(DIVERGENCES)}; got {options.divergence!r}")
     if beta is not None and options.divergence != "jsd":
         raise InputError(f"{OP}: beta belongs to the jsd; divergence {options.divergence!r} has none")
-    if not 0 < options.beta < 1:
-        raise InputError(f"{OP}: beta must be in (0, 1), got {beta}; its ends are forward_kl and reverse_kl")
+    compiling = torch.compiler.is_compiling()  # a number may be a symbol
+    if not (compiling or is_number(options.beta)) or not 0 < options.beta < 1:
+        raise InputError(f"{OP}: beta must be in (0, 1), got {short(beta)}; its ends are forward_kl and reverse_kl")
     check_reduction(OP, reduction)
     for name in ("temperature", "logit_scale", "teacher_logit_scale", "softcap", "teacher_softcap"):
         value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise InputError(f"{OP}: {name} must be positive, got {value}")
+        if value is None and name.endswith("softcap"):
+            continue
+        if not (compiling or is_number(value)) or not 0 < value <= LARGEST:
+            raise InputError(f"{OP}: {name} must be positive and finite, got {short(value)}")
 
 
 @custom_op()

@@ -32,7 +32,7 @@ from ligermodels.ops.loss.chunks import (
 )
 from ligermodels.ops.loss.row_statistics import rows_in_place
 from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, Reduction, checked_loss_weights
-from ligermodels.ops.runtime.checks import Signature
+from ligermodels.ops.runtime.checks import Signature, assert_async
 from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import empty_like, under_autocast
 
@@ -67,7 +67,7 @@ class RowSelection(NamedTuple):
             return values
         of_row = values.shape[1:]
         filled = values.new_full((math.prod(self.shape), *of_row), fill)
-        return filled.index_copy(0, self.indices, values).view(*self.shape, *of_row)
+        return filled.index_copy(0, self.indices, values).view((*self.shape, *of_row))
 
 
 def select_rows(valid: Tensor, num_valid: int | None, name: str) -> RowSelection | None:
@@ -80,12 +80,12 @@ def select_rows(valid: Tensor, num_valid: int | None, name: str) -> RowSelection
         name: the name of `num_valid`, for the assertion that it is right.
     """
     if num_valid is None:
-        if valid.device.type != "cpu" or torch.compiler.is_compiling():
+        if valid.device.type != "cpu" or torch.compiler.is_compiling() or is_fake(valid):
             return None
         num_valid = int(valid.sum())
     if num_valid >= SKIP_BELOW * valid.numel():
         return None
-    torch._assert_async(valid.sum() == num_valid, f"{name} is not the number of rows that count")
+    assert_async(valid.sum() == num_valid, f"{name} is not the number of rows that count")
     return RowSelection(valid.flatten().argsort(descending=True, stable=True)[:num_valid], valid.shape)
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ligermodels.arguments import check_flags
 from ligermodels.errors import InputError
 from ligermodels.ops.loss.linear_head import checked_head
 from ligermodels.ops.loss.linear_statistics import linear_statistics
@@ -115,6 +116,10 @@ def linear_log_probs(
         >>> log_probs = ops.linear_log_probs(hidden, weight, tokens, logit_scale=1 / 0.7)
         >>> (-log_probs.mean()).backward()
     """
+    check_flags(
+        "linear_log_probs", return_entropy=return_entropy, return_lse=return_lse, return_predicted=return_predicted,
+        return_rank=return_rank, return_log_kept_mass=return_log_kept_mass, entropy_in_loss=entropy_in_loss,
+    )  # fmt: skip
     if entropy_in_loss and not (return_entropy or return_lse):
         raise InputError("linear_log_probs: entropy_in_loss goes with return_entropy or return_lse")
     options = LossOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
@@ -201,7 +206,7 @@ def linear_log_probs_reference(
     log_probs = torch.where(valid, log_p.gather(-1, y).squeeze(-1), 0.0)
     if not (return_entropy or return_lse or return_predicted or return_rank or return_log_kept_mass):
         return log_probs
-    finite = log_p.clamp(min=torch.finfo(log_p.dtype).min)  # 0 times -inf would be NaN
+    finite = log_p.masked_fill(log_p.isneginf(), 0.0)  # 0 times -inf would be NaN
     lse = torch.logsumexp(x, -1)
     return TokenLogProbs(
         log_probs,

@@ -177,7 +177,9 @@ class _LinearStatistics(torch.autograd.Function):
         rows, options, needs = LogitRows(*fields), ctx.options, ctx.needs_input_grad[:3]
         gradients = unpack_gradients(ctx.outputs, rows, by_fields)
         if dx is not None and all(g is None for g in gradients[1:]):
-            return ((dx * gradients.losses.unsqueeze(-1)).to(dx.dtype),)
+            # An ignored row keeps its zeros whatever its gradient: 1 / log_probs gives it an infinite one.
+            by_row = gradients.losses.masked_fill(rows.target == options.ignore_index, 0.0)
+            return ((dx * by_row.unsqueeze(-1)).to(dx.dtype),)
         if ctx.shard is not None:
             gradients = local_gradients(gradients, inside, ctx.shard)
         kept, ctx.kept = ctx.kept, None  # once: the gradients overwrite them

@@ -124,15 +124,14 @@ def gradient_in_place(
         class_weights: (num_classes,), of the means.
         first: the first class of `logits`.
         num_classes: the number of all classes.
-        kept: the logits, (M, n), the last dimension contiguous, if `logits` is only memory for the gradient. For the
-            kernels alone.
+        kept: the logits, (M, n), the last dimension contiguous, if `logits` is only memory for the gradient. In torch
+            they are overwritten.
     """
+    source = logits if kept is None else kept
     if use_kernels(logits):
-        launch_gradient(
-            logits if kept is None else kept, logits, rows, gradients, options, class_weights, first, num_classes
-        )
+        launch_gradient(source, logits, rows, gradients, options, class_weights, first, num_classes)
         return
-    x, slope = effective(logits.to(rows.maxima.dtype), options, rows.inverse_temperatures)
+    x, slope = effective(source.to(rows.maxima.dtype), options, rows.inverse_temperatures)
     below = x.sub_(rows.maxima.unsqueeze(1)).clamp_(min=VANISHED)
     weights = None if class_weights is None else class_weights[first : first + logits.shape[1]]
     _write_gradient(logits, below, slope, rows, gradients, options, weights, first, num_classes)

@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ligermodels.errors import InputError
+from ligermodels.arguments import LARGEST, is_number, is_whole
+from ligermodels.errors import InputError, short
 from ligermodels.ops.runtime.checks import assert_async, check_tensor
 from ligermodels.ops.runtime.library import custom_op, is_fake, reject_dtensors
 from ligermodels.ops.runtime.tensors import empty_like
@@ -27,9 +28,9 @@ Reduction = Literal["mean", "sum", "none"]
 
 _RANGES = {
     "label_smoothing": (0.0, 1.0, "in [0, 1]"),
-    "z_loss": (0.0, math.inf, "0 or above"),
-    "softcap": (math.ulp(0.0), math.inf, "positive or None"),
-    "logit_scale": (math.ulp(0.0), math.inf, "positive"),
+    "z_loss": (0.0, LARGEST, "0 or above, and finite"),
+    "softcap": (math.ulp(0.0), LARGEST, "positive and finite, or None"),
+    "logit_scale": (math.ulp(0.0), LARGEST, "positive and finite"),
 }
 """The least and the largest value of the options."""
 
@@ -46,6 +47,8 @@ class LossOptions(NamedTuple):
     def check(self, op: str, reduction: str) -> None:
         """Raises InputError, naming `op`, for a number out of its range, or an unknown reduction."""
         check_reduction(op, reduction)
+        if not (torch.compiler.is_compiling() or is_whole(self.ignore_index)):
+            raise InputError(f"{op}: ignore_index must be a whole number, got {short(self.ignore_index)}")
         if not self.are_plain:
             self._check_ranges(op)
 
@@ -59,8 +62,9 @@ class LossOptions(NamedTuple):
             value = getattr(self, name)
             if value is None and name == "softcap":
                 continue
-            if value is None or not least <= value <= most:
-                raise InputError(f"{op}: {name} must be {requirement}, got {value}")
+            known = torch.compiler.is_compiling() or is_number(value)  # compiled, a number may be a symbol
+            if not known or not least <= value <= most:
+                raise InputError(f"{op}: {name} must be {requirement}, got {short(value)}")
 
 
 class RowOutputs(NamedTuple):

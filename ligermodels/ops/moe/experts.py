@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.arguments import check_count
 from ligermodels.errors import InputError
 from ligermodels.ops.linear.linear import dense_linear
-from ligermodels.ops.runtime.checks import Signature
+from ligermodels.ops.runtime.checks import Signature, check_tensors
 from ligermodels.ops.runtime.devices import gpu_of
 from ligermodels.ops.runtime.dispatch import is_recording, set_batch_invariant, use_kernels
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
@@ -46,7 +47,15 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> Routes:
 
     Returns:
         The routes of the N * k rows.
+
+    Raises:
+        InputError: `experts` are no tensor of integers, or `num_experts` is no whole number of at least 1.
     """
+    check_tensors("sort_by_expert", experts=experts)
+    if experts.dtype.is_floating_point or experts.dtype == torch.bool:
+        raise InputError(f"sort_by_expert: experts must be integers, got {experts.dtype}")
+    if not torch.compiler.is_compiling():
+        check_count("sort_by_expert: num_experts", num_experts)
     sorted_experts, order = experts.flatten().sort(stable=True)
     numbers = torch.arange(num_experts, device=order.device, dtype=sorted_experts.dtype)
     offsets = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)

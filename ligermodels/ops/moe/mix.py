@@ -48,8 +48,8 @@ def by_expert(
     Raises:
         InputError: an expert is not in [0, num_experts), where values are read on the host: see `set_host_checks`.
     """
-    check_chosen("by_expert", experts, num_experts)
     order, inverse, offsets = sort_by_expert(experts, num_experts)
+    check_chosen("by_expert", experts, num_experts)
     chosen = ChosenRows(order, inverse.view_as(experts))
     return sum_rows(compute(take_rows(tokens, chosen), offsets), weights, chosen)
 

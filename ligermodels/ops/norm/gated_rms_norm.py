@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.arguments import check_flags
 from ligermodels.errors import InputError
 from ligermodels.ops.norm.norm_rows import backward_launch, forward_launch, load_rows, sum_rows
-from ligermodels.ops.runtime.checks import Signature, check_eps
+from ligermodels.ops.runtime.checks import Signature, check_eps, check_tensors
 from ligermodels.ops.runtime.dispatch import tl, triton, use_kernels
 from ligermodels.ops.runtime.launcher import kernel, wait_for_previous
 from ligermodels.ops.runtime.library import custom_op, is_fake, once_differentiable
@@ -49,6 +50,8 @@ def gated_rms_norm(
     """
     if activation not in ACTIVATIONS:
         raise InputError(f"gated_rms_norm: activation {activation!r} is unknown; there are: {', '.join(ACTIVATIONS)}")
+    check_tensors("gated_rms_norm", weight=weight)
+    check_flags("gated_rms_norm", norm_before_gate=norm_before_gate)
     (TENSORS_OF_HEADS if weight.dim() == 2 else TENSORS).check("gated_rms_norm", x, z, weight)
     check_eps("gated_rms_norm", eps)
     if not use_kernels(x, weight) or x.shape[-1] > MAX_KERNEL_WIDTH:

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ligermodels.arguments import check_count
 from ligermodels.errors import InputError
 from ligermodels.ops.norm.rms_norm import CastingMode, check_casting_mode, rms_norm_reference, sum_rows
 from ligermodels.ops.rope.rope_kernels import PROGRAMS, HeadNorms, NormBackward, heads_of, launch, packed_heads
-from ligermodels.ops.runtime.checks import Signature, check_eps
+from ligermodels.ops.runtime.checks import Signature, check_eps, check_tensors
 from ligermodels.ops.runtime.devices import num_sms
 from ligermodels.ops.runtime.dispatch import use_kernels
 from ligermodels.ops.runtime.library import Rows, custom_op, is_fake, mark_constants, once_differentiable
@@ -164,6 +165,10 @@ def check_packed(
     checked. Raises InputError, naming `op`."""
     if (cos is None) != (sin is None):
         raise InputError(f"{op}: cos and sin must be given together, or both be None for no rotation")
+    check_tensors(op, qkv=qkv)
+    if not torch.compiler.is_compiling() and not all(type(size) is int and size > 0 for size in shape):
+        for name, size in shape._asdict().items():
+            check_count(f"{op}: {name}", size)
     if qkv.shape[-1:] != (shape.width,):
         raise InputError(
             f"{op}: qkv must be of shape (B, T, num_kv_heads * (group_size + 2) * head_dim = {shape.width}); "

@@ -42,8 +42,7 @@ def check_tensor(
     """
     if x is None and optional:
         return
-    if not isinstance(x, Tensor):
-        raise InputError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
+    check_tensors(op, **{name: x})
     fits = x.shape == shape or _has_shape(x.shape, shape)
     if not fits or x.device != (device or x.device) or not (x.dtype in dtypes if dtypes else x.is_floating_point()):
         dtype = " or ".join(map(str, dtypes)) or "floating"
@@ -52,6 +51,14 @@ def check_tensor(
             f"{op}: {name} must be {dtype} of shape ({sizes})" + (f" on {device}" if device else "") + "; "
             f"got {x.dtype} {tuple(x.shape)} on {x.device}"
         )
+
+
+def check_tensors(op: str, **tensors: Any) -> None:
+    """Raises InputError, naming `op` and the argument, unless each is a tensor: for ops that read sizes of `tensors`
+    before they check them."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise InputError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
 
 
 def _has_shape(sizes: torch.Size, shape: Shape) -> bool:
@@ -209,7 +216,7 @@ def assert_async(condition: Tensor, message: str, values: Tensor | None = None, 
             its indices. Default: None.
         name: name of the values, before the indices.
     """
-    if not torch.compiler.is_compiling() and checked_on_host(condition):
+    if not torch.compiler.is_compiling() and not is_fake(condition) and checked_on_host(condition):
         if not bool(condition.all()):
             if values is not None:
                 first = (~condition).nonzero()[0].tolist()

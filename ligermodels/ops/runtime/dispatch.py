@@ -39,6 +39,12 @@ IN_INTERPRETER = tl.constexpr(INTERPRETED) if HAS_TRITON else INTERPRETED
 Backend = Literal["reference", "triton"]
 
 
+def _is_on(variable: str) -> bool:
+    """Whether a variable of the environment turns a setting on, as 1 does: not if it is unset, empty, 0, false, no or
+    off."""
+    return os.environ.get(variable, "").lower() not in ("", "0", "false", "no", "off")
+
+
 class Setting:
     """A setting of the whole process and all threads. It takes effect at the call; as a context manager, it ends with
     the context."""
@@ -99,7 +105,7 @@ class set_host_checks(Setting):
         InputError: `enabled` is not True or False.
     """
 
-    value: bool = os.environ.get("LIGERMODELS_HOST_CHECKS", "0") not in ("", "0")
+    value: bool = _is_on("LIGERMODELS_HOST_CHECKS")
 
     def __init__(self, enabled: bool) -> None:
         super().__init__(check_flag("set_host_checks: enabled", enabled))
@@ -128,7 +134,7 @@ class set_batch_invariant(Setting):
         ...     y = linear(torch.ones(3, 8), torch.ones(5, 8))
     """
 
-    value: bool = os.environ.get("LIGERMODELS_BATCH_INVARIANT", "0") not in ("", "0")
+    value: bool = _is_on("LIGERMODELS_BATCH_INVARIANT")
 
     def __init__(self, enabled: bool) -> None:
         super().__init__(check_flag("set_batch_invariant: enabled", enabled))
