@@ -296,7 +296,7 @@ def test_equal_probabilities(divergence: str) -> None:
 
 def test_a_wrong_count_is_an_error() -> None:
     heads = Heads(Where(torch.device("cpu"), torch.float32), (9,), 4, 5, ignored=0.0)
-    with pytest.raises(InputError, match="num_tokens is not the number"):
+    with pytest.raises(RuntimeError, match="num_tokens is not the number"):
         heads.loss(num_tokens=3)
 
 

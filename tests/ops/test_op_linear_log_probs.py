@@ -529,7 +529,7 @@ def test_memory_and_no_wait_on_the_gpu(trained: bool) -> None:
         ({"top_k": torch.ones(2).long()}, InputError, "top_k must be a whole number, .* the same for all rows"),
         ({"top_p": 1.1}, InputError, r"top_p must be a number in \[0, 1\]"),
         ({"min_p": -0.1}, InputError, r"min_p must be a number in \[0, 1\]"),
-        ({"num_targets": 1}, InputError, "num_targets is not the number"),
+        ({"num_targets": 1}, RuntimeError, "num_targets is not the number"),
     ],
     ids=str,
 )

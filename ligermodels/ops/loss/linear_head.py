@@ -32,7 +32,7 @@ from ligermodels.ops.loss.chunks import (
 )
 from ligermodels.ops.loss.row_statistics import rows_in_place
 from ligermodels.ops.loss.token_losses import LogitRows, LossOptions, Reduction, checked_loss_weights
-from ligermodels.ops.runtime.checks import Signature, assert_async
+from ligermodels.ops.runtime.checks import Signature
 from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import empty_like, under_autocast
 
@@ -85,7 +85,7 @@ def select_rows(valid: Tensor, num_valid: int | None, name: str) -> RowSelection
         num_valid = int(valid.sum())
     if num_valid >= SKIP_BELOW * valid.numel():
         return None
-    assert_async(valid.sum() == num_valid, f"{name} is not the number of rows that count")
+    torch._assert_async(valid.sum() == num_valid, f"{name} is not the number of rows that count")
     return RowSelection(valid.flatten().argsort(descending=True, stable=True)[:num_valid], valid.shape)
 
 
