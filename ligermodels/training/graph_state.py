@@ -33,8 +33,15 @@ def graph_state(step: EagerStep) -> Any:
         [buffer.data_ptr() for buffer in step.module.buffers()],
         [*chain.from_iterable(_hooks_of(modules, parameters, step.optimizer))],
         (set_backend.value, set_batch_invariant.value),
-        (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
+        (_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
     )
+
+
+def _matmul_precision() -> str:
+    """The precision of float32 matrix products on GPUs, by whichever of torch's settings it was chosen. torch 2.8 has
+    one, which newer releases refuse to read where `torch.backends.cuda.matmul.fp32_precision` was set."""
+    precision: str = getattr(torch.backends.cuda.matmul, "fp32_precision", "")
+    return precision or torch.get_float32_matmul_precision()
 
 
 def _hooks_of(

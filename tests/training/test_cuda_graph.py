@@ -288,6 +288,11 @@ def test_what_changes_after_recording_counts() -> None:
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
+MATMUL = {"allow_tf32": True, "fp32_precision": "tf32"}
+"""Settings of float32 matrix products -> another value. After the second, which torch 2.8 lacks, newer releases refuse to
+read what `torch.set_float32_matmul_precision` sets."""
+
+
 def changed(setting: str, model: lm.CausalLM, optimizer: FusedAdamW, patched: pytest.MonkeyPatch) -> None:
     if setting == "dropout":
         update: Any = model.decoder.blocks[0].mlp.down.update  # type: ignore[union-attr]
@@ -300,20 +305,28 @@ def changed(setting: str, model: lm.CausalLM, optimizer: FusedAdamW, patched: py
         optimizer.param_groups[0]["betas"] = (0.5, 0.9)
     elif setting == "batch invariance":
         patched.setattr(lm.ops.set_batch_invariant, "value", True)  # until the end of the test
-    elif setting == "matmul precision":
-        patched.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    elif setting in MATMUL:
+        setattr(torch.backends.cuda.matmul, setting, MATMUL[setting])
     else:
         owners = {"module": model.decoder.blocks[0], "parameter": optimizer.param_groups[0]["params"][0]}
         owner, _, register = setting.partition(".")
         getattr({**owners, "optimizer": optimizer}[owner], register)(lambda *_: None)
 
 
+@pytest.fixture
+def default_precision() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")  # of all settings in MATMUL
+
+
+@pytest.mark.usefixtures("default_precision")
 @pytest.mark.parametrize(
     "setting",
     [
         *("dropout", "z loss", "softcap", "betas", "module.register_forward_hook", "module.register_forward_pre_hook"),
         *("module.register_full_backward_hook", "parameter.register_hook", "optimizer.register_step_post_hook"),
-        *("parameter.register_post_accumulate_grad_hook", "batch invariance", "matmul precision"),
+        *("parameter.register_post_accumulate_grad_hook", "batch invariance"),
+        *(name for name in MATMUL if hasattr(torch.backends.cuda.matmul, name)),
     ],
 )
 def test_settings_that_change_after_recording_record_again(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
