@@ -49,6 +49,7 @@ _KNOWN = {
 _READ = {
     *_KNOWN, *MARKOV, *DFLASH2, BOUNDARIES, NESTED, "layer_types", "max_window_layers", "sample_from_anchor",
     "is_causal", "sliding_window_non_causal", "projector_type", "shift_label", "num_anchors",
+    "loss_decay_gamma", "attention_backend",
 }  # fmt: skip
 """Fields of config.json that are read, or are options of the training."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ligermodels.archs.multimodal import BESIDE_TEXT
 from ligermodels.archs.unread import COMPUTATION, unread_fields
 from ligermodels.arguments import nearest
 from ligermodels.convert.config_json import read_json
@@ -54,8 +55,10 @@ GEMMA4_FIELDS = (
 _READ = {
     *LAYER_FIELDS, SERVING, NESTED_LAYERS, "layer_types", "speculators_model_type", "speculators_version",
     "draft_vocab_size", "target_hidden_size", "num_target_layers", "embed_requires_grad", "has_no_defaults_at_init",
+    *BESIDE_TEXT, "target_model_type", "modal_type",
 }  # fmt: skip
-"""Fields of config.json of any such head that are read, or say what its tensors say too."""
+"""Fields of config.json of any such head that are read, say what its tensors say too, or describe the base model, as in
+SpecForge's and AngelSlim's heads."""
 
 
 @contextmanager

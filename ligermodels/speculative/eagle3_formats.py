@@ -43,8 +43,15 @@ _READ = {
     *EAGLE_FLAGS, BOUNDARIES, LAYER_IDS, STEPS_FIELD, DECAY_FIELD, NESTED, "layer_types", "target_model_name_or_path",
     "draft_num_hidden_layers",
 }  # fmt: skip
-_NESTED_READ = {BOUNDARIES, AUX_STATES, "use_input_layernorm_in_first_layer", "use_last_layernorm"}
-"""Fields of config.json and of its `eagle_config` that are read, or that all heads here have."""
+"""Fields of config.json that are read."""
+_NESTED_READ = {BOUNDARIES, AUX_STATES}
+_NESTED_SAME = {
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+}
+"""Fields of `eagle_config` that are read, and fields of NVIDIA's heads there -> the value that all heads here have."""
 
 
 def _speculators(config: Eagle3Config, target: Target, num_steps: int, decay: float) -> dict[str, Any]:
@@ -167,7 +174,9 @@ def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> Eagle3Confi
     stored_steps(stored), stored_decay(stored)  # checked here, where errors name the folder
     flat = _is_flat(stored)
     warn_unread(stored, _READ)
-    warn_unread(as_object(stored.get(NESTED)), _NESTED_READ, f"{NESTED}.")
+    nested = as_object(stored.get(NESTED))
+    same = {name for name, value in nested.items() if value == _NESTED_SAME.get(name)}
+    warn_unread(nested, _NESTED_READ | same, f"{NESTED}.")
     whole = dict(stored if flat else object_field(stored, "transformer_layer_config"))
     layer = {name: value for name, value in whole.items() if name in LAYER_FIELDS or not flat}
     layer.pop("architectures", None)  # of the head

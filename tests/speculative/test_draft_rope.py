@@ -133,3 +133,35 @@ def test_fields_that_are_not_read_are_a_warning(
         path.write_text(json.dumps({**config, "eagle_config": {**config.get("eagle_config", {}), "norms": 3}}))
         with pytest.warns(ConfigWarning, match=rf"{head} eagle_config\.norms = 3 is not used"):
             MODELS[kind].from_pretrained(base, tmp_path)
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "any": {"target_model_type": "qwen3_vl", "modal_type": "VLM", "image_token_id": 3, "vision_start_token_id": 4},
+    "eagle3": {
+        "eagle_config": {
+            "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
+            "next_layer_regular": True, "parallel_draft_step": 1, "parallel_draft_heads_num_layers": None,
+        },
+    },
+    "dflash": {"loss_decay_gamma": 7.0, "attention_backend": "flex_attention"},
+}  # fmt: skip
+"""Further fields of heads by SpecForge and AngelSlim, by NVIDIA's ModelOpt, and by trainers of DFlash."""
+
+
+@pytest.mark.parametrize(("kind", "profile", "options"), [FORMATS[i] for i in (1, 4, 6)])
+def test_usual_fields_of_published_heads_are_no_warning(
+    kind: str, profile: str, options: dict[str, Any], tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """A warning says that a field may change the head; these do not, with these values."""
+    base = lm.from_config(CONFIGS["cohere2"])
+    export_named(MODELS[kind].from_base(base, **options), tmp_path, profile, "base")
+    path = tmp_path / "config.json"
+    config, further = json.loads(path.read_text()), {**PUBLISHED["any"], **PUBLISHED.get(kind, {})}
+    path.write_text(json.dumps({**config, **further}))
+    MODELS[kind].from_pretrained(base, tmp_path)
+    assert not [warning for warning in recwarn if "not used" in str(warning.message)]
+    if kind == "eagle3":
+        nested = {**further["eagle_config"], "parallel_draft_step": 2}
+        path.write_text(json.dumps({**config, "eagle_config": nested}))
+        with pytest.warns(ConfigWarning, match=r"eagle_config\.parallel_draft_step = 2 is not used"):
+            MODELS[kind].from_pretrained(base, tmp_path)

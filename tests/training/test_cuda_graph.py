@@ -289,8 +289,8 @@ def test_what_changes_after_recording_counts() -> None:
 
 
 MATMUL = {"allow_tf32": True, "fp32_precision": "tf32"}
-"""Settings of float32 matrix products -> another value. After the second, which torch 2.8 lacks, newer releases refuse to
-read what `torch.set_float32_matmul_precision` sets."""
+"""Settings of float32 matrix products -> another value. After the second, which torch 2.8 lacks, newer releases refuse
+to read what `torch.set_float32_matmul_precision` sets."""
 
 
 def changed(setting: str, model: lm.CausalLM, optimizer: FusedAdamW, patched: pytest.MonkeyPatch) -> None:
