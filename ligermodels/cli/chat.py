@@ -53,10 +53,7 @@ def chat(
     heads = decoding.load_heads(model)
     arguments = decoding.arguments(model, max_new_tokens)
     # Some checkpoints name only the end of a text as their EOS, not the token that ends a turn.
-    ends = {
-        *as_eos_ids(model.generation_defaults(decoding.sample).get("eos_token_id")),
-        *end_of_turn(template, tokenizer),
-    }
+    ends = {*as_eos_ids(decoding.defaults(model).get("eos_token_id")), *end_of_turn(template, tokenizer)}
     if ends:
         arguments["eos_token_id"] = sorted(ends)
     context = context_length(model)

@@ -120,6 +120,10 @@ class Decoding:
             return None
         return options.load_heads(model, self.heads, tree_of(self.draft_tree), self.confidence_threshold)
 
+    def defaults(self, model: CausalLM) -> dict[str, Any]:
+        """The defaults of the checkpoint, without those that the flags replace: see `generation_defaults`."""
+        return model.generation_defaults(self.sample, given=self._shaping)
+
     def arguments(self, model: CausalLM, max_new_tokens: int) -> dict[str, Any]:
         """Keyword arguments of `generate`, of the model or its heads.
 
@@ -129,7 +133,7 @@ class Decoding:
 
         from ligermodels.generation.generate import as_eos_ids
 
-        defaults = model.generation_defaults(self.sample, given=self._shaping)
+        defaults = self.defaults(model)
         sample = bool(defaults.get("do_sample", False) if self.sample is None else self.sample)
         self._check_sampling(sample, defaults.get("temperature") if self.temperature is None else self.temperature)
         arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sample}

@@ -56,7 +56,7 @@ def generate(
     model = source.load(loading)
     heads = decoding.load_heads(model)
     arguments = decoding.arguments(model, max_new_tokens)
-    eos = as_eos_ids(model.generation_defaults(decoding.sample).get("eos_token_id"))
+    eos = as_eos_ids(decoding.defaults(model).get("eos_token_id"))
 
     stream = TextStream(tokenizer, ids[0]) if len(ids) == 1 and not as_json else None
     start = time.perf_counter()

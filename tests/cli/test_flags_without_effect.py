@@ -73,6 +73,17 @@ def test_sampling_at_temperature_0_names_the_flags(folder: Path, tmp_path: Path,
     assert CliRunner().invoke(app, [*command.split(), "--greedy"]).exit_code == 0
 
 
+@pytest.mark.parametrize("command", ["generate base --prompt fine", "chat base"])
+@pytest.mark.parametrize("flags", ["--greedy", "--sample --top-p 0.9", "--sample"])
+def test_flags_replace_bad_options_of_the_checkpoint(folder: Path, tmp_path: Path, command: str, flags: str) -> None:
+    base = shutil.copytree(folder / "base", tmp_path / "base")
+    (base / "generation_config.json").write_text('{"do_sample": true, "top_p": 1.5}')
+    arguments = [*command.replace("base", str(base)).split(), *flags.split(), "--device", "cpu", "--max-new-tokens", "2"]
+    result = CliRunner().invoke(app, arguments, input="fine\n/exit\n")
+    wanted = "field 'top_p' is not usable for generation: 1.5" if flags == "--sample" else ""
+    assert (result.exit_code, wanted in result.stderr) == (1 if wanted else 0, True), result.stderr
+
+
 @pytest.mark.parametrize("kind", ["eagle", "dflash", "dspark", "medusa --profile tgi"])
 @pytest.mark.parametrize("named", [None, "base", "some/model"])
 def test_exported_heads_name_a_folder_by_its_absolute_path(tmp_path: Path, kind: str, named: str | None) -> None:
