@@ -78,7 +78,7 @@ def test_sampling_at_temperature_0_names_the_flags(folder: Path, tmp_path: Path,
 def test_flags_replace_bad_options_of_the_checkpoint(folder: Path, tmp_path: Path, command: str, flags: str) -> None:
     base = shutil.copytree(folder / "base", tmp_path / "base")
     (base / "generation_config.json").write_text('{"do_sample": true, "top_p": 1.5}')
-    arguments = [*command.replace("base", str(base)).split(), *flags.split(), "--device", "cpu", "--max-new-tokens", "2"]
+    arguments = f"{command.replace('base', str(base))} {flags} --device cpu --max-new-tokens 2".split()
     result = CliRunner().invoke(app, arguments, input="fine\n/exit\n")
     wanted = "field 'top_p' is not usable for generation: 1.5" if flags == "--sample" else ""
     assert (result.exit_code, wanted in result.stderr) == (1 if wanted else 0, True), result.stderr
