@@ -106,6 +106,9 @@ GENERATION: dict[str, Any] = {
 }
 """Options that are read from a checkpoint -> the defaults of transformers."""
 
+STORED = frozenset({*GENERATION, *CHANGES_TEXT, *CHANGES_SAMPLES, "penalty_alpha", "bos_token_id", "eos_token_id"})
+"""Fields of a checkpoint that `generation_defaults` reads or refuses, and `bos_token_id`; not the padding token."""
+
 UNUSED = frozenset({"bos_token_id", "transformers_version", "_from_model_config", "_commit_hash"})
 """Fields of a `GenerationConfig` without effect here; `bos_token_id` is for empty prompts, which are an error."""
 

@@ -25,6 +25,7 @@ from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.source_checkpoint import SourceCheckpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import ConfigWarning, warn_caller
+from ligermodels.generation.options import STORED
 from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import DecoderConfig
@@ -220,7 +221,7 @@ def export_spec(
     if family.text is not None:
         whole, hf_config, weight_map = hf_config, family.text(hf_config), None
         family = family_of(hf_config)
-        generation_config = _token_ids(whole, hf_config) if generation_config is None else generation_config
+        generation_config = _with_padding(whole, hf_config) if generation_config is None else generation_config
     return ExportSpec(
         hf_config=hf_config,
         weight_map=family.weight_maps(config)[0] if weight_map is None else weight_map,
@@ -234,17 +235,18 @@ def export_spec(
     )
 
 
-def _token_ids(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any] | None:
+def _with_padding(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any] | None:
     """The generation config of a multimodal checkpoint without one whose padding token its `text` config does not have:
-    there it would be the token whose embedding gets no gradient. None if there is no such token.
+    there it would be the token whose embedding gets no gradient. It has the options of `text` too, which are not looked
+    for where there is a generation config. None if there is no such token.
 
     Args:
         whole: config.json.
         text: config of the language model as a checkpoint of its own.
     """
-    ids = {name: text[name] for name in ("bos_token_id", "eos_token_id") if text.get(name) is not None}
+    options = {name: value for name, value in text.items() if name in STORED and value is not None}
     pad = first_value(*(level.get("pad_token_id") for level in nested_configs(whole).values()))
-    return None if pad in (None, text.get("pad_token_id")) else {**ids, "pad_token_id": pad}
+    return None if pad in (None, text.get("pad_token_id")) else {**options, "pad_token_id": pad}
 
 
 def keep_stored_dtypes(model: CausalLM, weight_map: WeightMap, headers: Mapping[str, Spec], dtype: torch.dtype) -> None:

@@ -237,18 +237,23 @@ def test_tied_flags_without_weights_are_those_of_transformers(
 @pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen3_vl", "qwen2_5_omni_thinker"])
 @pytest.mark.parametrize("keep", ["all", "model"])
 def test_token_ids_beside_the_text_config(name: str, keep: Any, tmp_path: Path) -> None:
-    """transformers generates by them, and leaves out no gradient of the padding token among them."""
+    """transformers generates by them, and leaves out no gradient of the padding token among them. Options of generation
+    in old configs still count."""
     config = copy.deepcopy(MULTIMODAL[name])
     config["text_config"] = {**config["text_config"], "eos_token_id": 2, "bos_token_id": 3}
     del config["text_config"]["pad_token_id"]
     config |= {"pad_token_id": 7, "eos_token_id": [4, 5], "bos_token_id": 6}
     oracle = make_checkpoint(tmp_path / "model", config)
     (tmp_path / "model" / "generation_config.json").unlink()
+    stored = json.loads((tmp_path / "model" / "config.json").read_text())
+    stored["text_config"] |= {"top_p": 0.5}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(stored))
     model = lm.from_pretrained(tmp_path / "model")
     assert model.decoder.embed.padding_idx == oracle.get_input_embeddings().padding_idx != 7
     theirs = GenerationConfig.from_model_config(oracle.config)
     wanted = {"eos_token_id": [4, 5], "pad_token_id": 7}
     assert {id: getattr(theirs, id) for id in wanted} == wanted
+    wanted |= {"top_p": 0.5}
     model.save_pretrained(tmp_path / "out", keep=keep)
     for each in (model, lm.from_pretrained(tmp_path / "out")):
         defaults = each.generation_defaults()
