@@ -19,7 +19,8 @@ from ligermodels.training.step import EagerStep
 def graph_state(step: EagerStep) -> Any:
     """What a graph takes for constant, beside its inputs: addresses of parameters and states, which parameters are
     trained, settings of the optimizer, settings of modules (training mode, dropout, weights of routers' losses),
-    addresses of buffers, hooks, and settings of the process by which kernels are chosen."""
+    functions that were set as the `forward` of a module, as hooks of accelerate are, addresses of buffers, hooks, and
+    settings of the process by which kernels are chosen."""
     groups, modules = step.optimizer.param_groups, [vars(module) for module in step.module.modules()]
     parameters = list(step.model.parameters())
     states = (step.optimizer.state.get(p, {}) for group in groups for p in group["params"])
@@ -29,7 +30,7 @@ def graph_state(step: EagerStep) -> Any:
         [{name: value for name, value in group.items() if name not in _RATES} for group in groups],
         [len(group["params"]) for group in groups],
         [value for module in modules for value in module.values() if isinstance(value, _PLAIN)],
-        [module.get("config") for module in modules],
+        [(module.get("config"), module.get("forward")) for module in modules],
         [buffer.data_ptr() for buffer in step.module.buffers()],
         [*chain.from_iterable(_hooks_of(modules, parameters, step.optimizer))],
         (set_backend.value, set_batch_invariant.value),

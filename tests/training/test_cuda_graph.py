@@ -305,6 +305,8 @@ def changed(setting: str, model: lm.CausalLM, optimizer: FusedAdamW, patched: py
         optimizer.param_groups[0]["betas"] = (0.5, 0.9)
     elif setting == "batch invariance":
         patched.setattr(lm.ops.set_batch_invariant, "value", True)  # until the end of the test
+    elif setting == "forward":
+        patched.setattr(model.decoder.blocks[0], "forward", model.decoder.blocks[0].forward)  # as accelerate's hooks
     elif setting in MATMUL:
         setattr(torch.backends.cuda.matmul, setting, MATMUL[setting])
     else:
@@ -325,7 +327,7 @@ def default_precision() -> Iterator[None]:
     [
         *("dropout", "z loss", "softcap", "betas", "module.register_forward_hook", "module.register_forward_pre_hook"),
         *("module.register_full_backward_hook", "parameter.register_hook", "optimizer.register_step_post_hook"),
-        *("parameter.register_post_accumulate_grad_hook", "batch invariance"),
+        *("parameter.register_post_accumulate_grad_hook", "batch invariance", "forward"),
         *(name for name in MATMUL if hasattr(torch.backends.cuda.matmul, name)),
     ],
 )
