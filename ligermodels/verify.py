@@ -16,6 +16,8 @@ from ligermodels.arguments import check_count, check_number
 from ligermodels.convert.placement import DeviceLike, DtypeLike
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import BackendError, CheckpointError, InputError, warn_caller
+from ligermodels.layers.attention_config import AttentionConfig
+from ligermodels.layers.latent_attention import LatentAttentionConfig
 from ligermodels.layers.norm import RMSNormAdd
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.state_dict import layout_in_memory
@@ -155,7 +157,9 @@ def _ids(input_ids: Sequence[int] | None, tokens: int, vocab_size: int) -> Tenso
 
 def _warn_of_scores(model: CausalLM, tokens: int) -> None:
     """A UserWarning if transformers' attention, which keeps the scores of all pairs of tokens, needs much memory."""
-    heads = max((getattr(block.mixer, "num_heads", 0) for block in model.config.blocks), default=0)
+    mixers = (part for block in model.config.blocks if block.mixer is not None for part in block.mixer.parts)
+    attention = (mixer for mixer in mixers if isinstance(mixer, AttentionConfig | LatentAttentionConfig))
+    heads = max((mixer.num_heads for mixer in attention), default=0)
     if (size := heads * tokens**2 * model.dtype.itemsize) > SCORES_BYTES:
         warn_caller(
             f"verify: the attention scores of {tokens:,} tokens take {size / 2**30:.1f} GiB in each layer of "

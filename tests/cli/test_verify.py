@@ -12,12 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
+from zoo import CONFIGS as FAMILIES
 from zoo import LLAMAS as CONFIGS
 from zoo import make_checkpoint
 
+import ligermodels as lm
 from ligermodels.cli import app
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.verify import relative_error, verify
+from ligermodels.verify import _warn_of_scores, relative_error, verify
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -150,6 +152,15 @@ def test_many_tokens_are_a_warning_before_the_run(untied: Path, monkeypatch: pyt
     with warnings.catch_warnings(), pytest.raises(pytest.fail.Exception):
         warnings.simplefilter("error")
         verify(untied, tokens=9)
+
+
+@pytest.mark.parametrize("name", ["bamba", "falcon_h1", "deepseek_v3"])
+def test_the_size_of_scores_is_of_attention(name: str) -> None:
+    """Not of the heads of Mamba2; also where attention is computed beside it."""
+    model = lm.from_config(FAMILIES[name], device="meta", dtype=torch.float32)
+    size = FAMILIES[name]["num_attention_heads"] * 4  # GiB
+    with pytest.warns(UserWarning, match=f"scores of 32,768 tokens take {size}.0 GiB"):
+        _warn_of_scores(model, 2**15)
 
 
 def test_the_beginning_of_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
