@@ -52,6 +52,9 @@ _READ = {
     "loss_decay_gamma", "attention_backend",
 }  # fmt: skip
 """Fields of config.json that are read, or are options of the training."""
+_GEMMA4_READ = {*GEMMA4_FIELDS, "vocab_size_per_layer_input"}
+"""Further such fields of heads of Gemma 4's kind. The last is the size of a table that no head has:
+`hidden_size_per_layer_input` must be 0."""
 
 
 def _speculators(config: BlockDraftConfig, target: Target, num_anchors: int) -> dict[str, Any]:
@@ -172,7 +175,7 @@ def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> BlockDraftC
     nested = object_field(stored, NESTED)
     fields = {**stored, **nested}
     _refuse_others(stored, nested, fields)
-    warn_unread(stored, _READ | set(GEMMA4_FIELDS if stored.get("model_type") in GEMMA4 else ()))
+    warn_unread(stored, _READ | _GEMMA4_READ if stored.get("model_type") in GEMMA4 else _READ)
     layers = _layers(stored)
     if kind == DSPARK_TYPE and misses_anchor(stored):
         warn_caller(

@@ -148,7 +148,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 """Further fields of heads by SpecForge and AngelSlim, by NVIDIA's ModelOpt, and by trainers of DFlash."""
 
 
-@pytest.mark.parametrize(("kind", "profile", "options"), [FORMATS[i] for i in (1, 4, 6)])
+GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text", "vocab_size": CONFIGS["cohere2"]["vocab_size"], "hidden_size": 60,
+    "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_global_key_value_heads": 2, "head_dim": 4, "global_head_dim": 6, "layer_types": ["full_attention"],
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 262144,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "profile", "options"),
+    [*(FORMATS[i] for i in (1, 4, 6)), ("dspark", "deepspec", {"block_size": 3, "layers": GEMMA4})],
+)
 def test_usual_fields_of_published_heads_are_no_warning(
     kind: str, profile: str, options: dict[str, Any], tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -157,6 +168,7 @@ def test_usual_fields_of_published_heads_are_no_warning(
     export_named(MODELS[kind].from_base(base, **options), tmp_path, profile, "base")
     path = tmp_path / "config.json"
     config, further = json.loads(path.read_text()), {**PUBLISHED["any"], **PUBLISHED.get(kind, {})}
+    assert options.get("layers", {}).items() <= config.items()
     path.write_text(json.dumps({**config, **further}))
     MODELS[kind].from_pretrained(base, tmp_path)
     assert not [warning for warning in recwarn if "not used" in str(warning.message)]
