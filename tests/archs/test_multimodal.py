@@ -282,7 +282,6 @@ def test_token_ids_beside_the_text_config(name: str, keep: Any, tmp_path: Path) 
         ("qwen3_vl_moe", {"use_sliding_window": True}, "text_config: use_sliding_window = True is not implemented"),
         ("qwen3_omni_moe_thinker", {"use_sliding_window": True}, "text_config: use_sliding_window = True is not"),
         ("qwen3_vl_moe", {"norm_topk_prob": False}, "text_config: norm_topk_prob = False is not implemented"),
-        ("gemma3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "type = 'linear' does not mean the same"),
         ("qwen3_vl", {"rope_parameters": {"rope_type": "spiral"}}, r"rope_parameters: rope_type = 'spiral'"),
         ("qwen3_vl", {"rope_parameters": {"rotary_dim": 4}}, r"rope_parameters: rotary_dim = 4 is not implemented"),
     ],

@@ -43,7 +43,7 @@ def fma(dtype: torch.dtype) -> Callable[[int, int, int], int]:
 INSTRUCTIONS = {
     "mov.b32": lambda a: a, "fma.rn.bf16x2": fma(torch.bfloat16), "fma.rn.f16x2": fma(torch.float16),
     "and.b32": int.__and__, "shr.u32": int.__rshift__, "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
-    "prmt.b32": prmt, "lop3.b32": lop3,
+    "mul.lo.u32": lambda a, b: a * b & 0xFFFFFFFF, "prmt.b32": prmt, "lop3.b32": lop3,
 }  # fmt: skip
 
 
