@@ -324,7 +324,8 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
     calls = decoded(fields.pop("tool_calls", [])) or ([function_call] if function_call else [])
     no_text = f'turn {number} of the chat needs text under "role" and "content", or "from" and "value"'
     role = _check_type(role, str, no_text).strip().lower()
-    if content is not None or not (calls or is_filled(fields, "reasoning")):
+    has_reasoning = ROLES.get(role) == "assistant" and is_filled(fields, "reasoning")
+    if content is not None or not (calls or has_reasoning):
         content = _check_type(content, str, no_text)
     if role not in ROLES:
         raise ValueError(f"turn {number} of the chat has an unknown role, {role!r}; use one of {', '.join(ROLES)}")

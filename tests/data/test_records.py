@@ -305,6 +305,14 @@ def test_reasoning_alone_is_words_of_the_assistant(key: str, content: dict[str, 
         parse_line(json.dumps(messages({**turn, key: ""})).encode())
 
 
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+def test_other_turns_need_text(role: str) -> None:
+    """Whatever reasoning they have: templates would write an empty turn."""
+    turns = [{"role": role, "reasoning": "x"}, {"role": "assistant", "content": "y"}]
+    with pytest.raises(ValueError, match='turn 1 of the chat needs text under "role" and "content"'):
+        parse_line(json.dumps({"messages": turns}).encode())
+
+
 @pytest.mark.parametrize(
     "record",
     [
