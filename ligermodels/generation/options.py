@@ -112,6 +112,9 @@ STORED = frozenset({*GENERATION, *CHANGES_TEXT, *CHANGES_SAMPLES, "penalty_alpha
 UNUSED = frozenset({"bos_token_id", "transformers_version", "_from_model_config", "_commit_hash"})
 """Fields of a `GenerationConfig` without effect here; `bos_token_id` is for empty prompts, which are an error."""
 
+TOKENS = ("eot_token_id", "eom_token_id", "eod_token_id")
+"""Tokens at the end of turns, messages and documents, which some checkpoints name and transformers does not read."""
+
 NONE_COUNTS = frozenset(
     {"eos_token_id", "pad_token_id", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
 )
@@ -219,7 +222,7 @@ def generation_defaults(
 
 def _warn_of_misspelt(generation_config: Mapping[str, Any]) -> None:
     """ConfigWarning for unknown fields whose names are nearly those of an option; transformers ignores unknown ones."""
-    known = {*OPTIONS, *INSTEAD, *UNUSED, *GENERATION, *CHANGES_TEXT, *CHANGES_SAMPLES}
+    known = {*OPTIONS, *INSTEAD, *UNUSED, *GENERATION, *CHANGES_TEXT, *CHANGES_SAMPLES, *TOKENS}
     for name in sorted(generation_config.keys() - known):
         if near := difflib.get_close_matches(name, known, n=1, cutoff=0.88):
             warn_caller(

@@ -180,6 +180,7 @@ def test_misspelt_fields_are_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         generation_defaults({"chat_format": "chatml", "assistant_token_id": 3, "max_window_size": 9}, LLAMA)
+        generation_defaults({"eot_token_id": 3, "eom_token_id": 4, "eod_token_id": 5}, LLAMA)
 
 
 def test_bad_options_of_sampling_are_no_error_in_greedy_decoding() -> None:
