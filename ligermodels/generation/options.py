@@ -106,13 +106,15 @@ GENERATION: dict[str, Any] = {
 }
 """Options that are read from a checkpoint -> the defaults of transformers."""
 
-STORED = frozenset({*GENERATION, *CHANGES_TEXT, *CHANGES_SAMPLES, "penalty_alpha", "bos_token_id", "eos_token_id"})
+CHECKPOINT_FIELDS = frozenset(
+    {*GENERATION, *CHANGES_TEXT, *CHANGES_SAMPLES, "penalty_alpha", "bos_token_id", "eos_token_id"}
+)
 """Fields of a checkpoint that `generation_defaults` reads or refuses, and `bos_token_id`; not the padding token."""
 
 UNUSED = frozenset({"bos_token_id", "transformers_version", "_from_model_config", "_commit_hash"})
 """Fields of a `GenerationConfig` without effect here; `bos_token_id` is for empty prompts, which are an error."""
 
-TOKENS = ("eot_token_id", "eom_token_id", "eod_token_id")
+FURTHER_ENDS = ("eot_token_id", "eom_token_id", "eod_token_id")
 """Tokens at the end of turns, messages and documents, which some checkpoints name and transformers does not read."""
 
 NONE_COUNTS = frozenset(
@@ -222,7 +224,7 @@ def generation_defaults(
 
 def _warn_of_misspelt(generation_config: Mapping[str, Any]) -> None:
     """ConfigWarning for unknown fields whose names are nearly those of an option; transformers ignores unknown ones."""
-    known = {*OPTIONS, *INSTEAD, *UNUSED, *GENERATION, *CHANGES_TEXT, *CHANGES_SAMPLES, *TOKENS}
+    known = {*OPTIONS, *INSTEAD, *UNUSED, *GENERATION, *CHANGES_TEXT, *CHANGES_SAMPLES, *FURTHER_ENDS}
     for name in sorted(generation_config.keys() - known):
         if near := difflib.get_close_matches(name, known, n=1, cutoff=0.88):
             warn_caller(

@@ -25,7 +25,7 @@ from ligermodels.convert.safetensors_reader import Checkpoint
 from ligermodels.convert.source_checkpoint import SourceCheckpoint
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import ConfigWarning, warn_caller
-from ligermodels.generation.options import STORED
+from ligermodels.generation.options import CHECKPOINT_FIELDS
 from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import DecoderConfig
@@ -244,7 +244,7 @@ def _with_padding(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str
         whole: config.json.
         text: config of the language model as a checkpoint of its own.
     """
-    options = {name: value for name, value in text.items() if name in STORED and value is not None}
+    options = {name: value for name, value in text.items() if name in CHECKPOINT_FIELDS and value is not None}
     pad = first_value(*(level.get("pad_token_id") for level in nested_configs(whole).values()))
     return None if pad in (None, text.get("pad_token_id")) else {**options, "pad_token_id": pad}
 

@@ -78,7 +78,8 @@ def graph_step(
             graph cannot and that is found only while it is recorded.
 
     Warns:
-        GraphWarning: once, if the step cannot be recorded. It then runs without a graph.
+        GraphWarning: once, if the step cannot be recorded, and runs without a graph; and if settings that a graph takes
+            for constant change in one step after the other. These steps run without a graph.
 
     Examples:
         >>> step = graph_step(model, FusedAdamW(model.parameters(), lr=1e-5))
@@ -98,6 +99,7 @@ class GraphStep:
         self._pad = RowPadding(step.module) if sequences is None else ExamplePadding(sequences)
         self._graphs: dict[Any, _RecordedStep] = {}
         self._state: Any = None
+        self._changes_in_a_row = 0
         self._pool = torch.cuda.graph_pool_handle() if step.device.type == "cuda" else None
         self._is_off, self._is_sharded = False, parallelism_of(step.module) is not None
 
@@ -138,9 +140,14 @@ class GraphStep:
         """Whether something has changed since the last step that graphs take for constant. Such a step is taken without
         a graph, and the next one recorded: what changes in each step would be recorded in each."""
         if self._state is None or self._state == (state := graph_state(self._step)):
+            self._changes_in_a_row = 0
             return False
         self._graphs.clear()
         self._state = state
+        self._changes_in_a_row += 1
+        if self._changes_in_a_row == 2:
+            reason = "settings of modules or the optimizer that a graph takes for constant change from step to step"
+            warnings.warn(f"steps run without a CUDA graph until they stay: {reason}", GraphWarning, stacklevel=4)
         return True
 
     def _obstacle(self, parts: Parts) -> str:
