@@ -12,6 +12,7 @@ from ligermodels.adapt.targets import (
     Target,
     container,
     expert_targets,
+    layers_of_own_classes,
     layouts_of,
     leaf,
     linear_layers,
@@ -33,7 +34,7 @@ def chosen_targets(
 ) -> dict[str, Target]:
     """Path in transformers -> target, for all targets that the arguments of `add_lora` name.
 
-    Warns if experts, or dense layers with the names of experts, are left out.
+    Warns if experts, dense layers with the names of experts, or layers of a user's own classes are left out.
 
     Args:
         model: the model.
@@ -136,7 +137,15 @@ class _Names:
         return f"target_modules: {name!r} {reason}; known: {', '.join(known)}"
 
     def warn_of_omissions(self, wanted: str | Sequence[str], chosen: Mapping[str, Target]) -> None:
-        """Warn of experts that "all-linear" does not reach, and of dense layers with the names of experts."""
+        """Warn of experts that "all-linear" does not reach, of dense layers with the names of experts, and of layers of
+        other classes."""
+        own = layers_of_own_classes(self.model, self.layout)
+        left_out = _named_by(wanted, list(own))
+        if left_out:
+            _warn(
+                f"{len(left_out)} layers, such as {left_out[0]}, a {own[left_out[0]]}, are not adapted: LoRA is a part "
+                "of ligermodels.layers.Linear, and of subclasses with its forward"
+            )
         has_experts = any(target.projection is not None for target in chosen.values())
         if self.experts and not has_experts and (wanted == ALL_LINEAR or ALL_LINEAR in wanted):
             layers = f"{len(mixtures(self.model))} of {len(self.model.decoder.blocks)} layers"
@@ -163,6 +172,15 @@ class _Names:
 
 def _warn(message: str) -> None:
     warnings.warn(f"LoRA: {message}", AdapterWarning, stacklevel=5)
+
+
+def _named_by(wanted: str | Sequence[str], paths: Sequence[str]) -> list[str]:
+    """The `paths` that `target_modules` names, which has been checked."""
+    if wanted == ALL_LINEAR or ALL_LINEAR in wanted:
+        return [*paths]
+    if isinstance(wanted, str):
+        return list(compress(paths, full_matches(wanted, paths)))
+    return [path for path in paths if any(_ends_with(path, name) for name in wanted)]
 
 
 def _ends_with(path: str, name: str) -> bool:

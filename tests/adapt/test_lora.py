@@ -468,6 +468,20 @@ def test_hooks_on_a_layer_are_not_lost() -> None:
         assert seen == ["hook", "forward"] and model.get_submodule("decoder.blocks.1.mixer.o") is layer
 
 
+@pytest.mark.parametrize("wanted", ["all-linear", ["o_proj", "down_proj"], r".*(o|down)_proj"], ids=str)
+def test_layers_of_another_class_are_left_out_with_a_warning(wanted: Any) -> None:
+    model = lm.from_config(LLAMA)
+    old = model.decoder.blocks[1].mlp.down
+    model.decoder.blocks[1].mlp.down = nn.Linear(old.in_features, old.out_features, bias=False)
+    name = "model.layers.1.mlp.down_proj, a torch.nn.modules.linear.Linear"
+    with pytest.warns(AdapterWarning, match=f"LoRA: 1 layers, such as {re.escape(name)}, are not adapted"):
+        lm.add_lora(model, 2, target_modules=wanted)
+    assert len(lora_layers(model)) == (11 if wanted == "all-linear" else 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lm.add_lora(lm.merge_lora(model), 2, target_modules=["o_proj"])
+
+
 def test_routers_are_refused_by_name() -> None:
     for config, names in ((CONFIGS["mixtral"], ["w4", "gate"]), (CONFIGS["qwen3_moe"], ["gate", "shared_experts"])):
         for name in names:
