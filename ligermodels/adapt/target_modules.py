@@ -11,6 +11,7 @@ from ligermodels.adapt.patterns import full_matches
 from ligermodels.adapt.targets import (
     Target,
     container,
+    ends_with,
     expert_targets,
     layers_of_own_classes,
     layouts_of,
@@ -87,7 +88,7 @@ class _Names:
         parameters = [path for path, target in self.experts.items() if target.is_whole]
         paths: list[str] = []
         for name in wanted or ():
-            matching = [path for path in parameters if _ends_with(path, name)]
+            matching = [path for path in parameters if ends_with(path, name)]
             if not matching:
                 known = ", ".join(dict.fromkeys(".".join(path.split(".")[-2:]) for path in parameters)) or "none"
                 raise InputError(
@@ -115,12 +116,12 @@ class _Names:
         return paths
 
     def _of_name(self, name: str) -> list[str]:
-        paths = [path for path in self.linear if _ends_with(path, name)]
+        paths = [path for path in self.linear if ends_with(path, name)]
         for path, target in self.experts.items():
             layers = target.layers[0] if len(target.layers) == 1 else ()
-            matching = {layer for layer in layers if _ends_with(layer, name)}
-            whole = target.is_whole and _ends_with(container(path), name)
-            if whole or _ends_with(path, name) or _all_or_none(name, layers, matching):
+            matching = {layer for layer in layers if ends_with(layer, name)}
+            whole = target.is_whole and ends_with(container(path), name)
+            if whole or ends_with(path, name) or _all_or_none(name, layers, matching):
                 paths.append(path)
         return paths
 
@@ -161,7 +162,7 @@ class _Names:
         left_out = [
             path
             for path, _, sources in every
-            if not names.isdisjoint(map(leaf, sources)) and any(_ends_with(path, name) for name in wanted)
+            if not names.isdisjoint(map(leaf, sources)) and any(ends_with(path, name) for name in wanted)
         ]
         if left_out:
             _warn(
@@ -180,11 +181,7 @@ def _named_by(wanted: str | Sequence[str], paths: Sequence[str]) -> list[str]:
         return [*paths]
     if isinstance(wanted, str):
         return list(compress(paths, full_matches(wanted, paths)))
-    return [path for path in paths if any(_ends_with(path, name) for name in wanted)]
-
-
-def _ends_with(path: str, name: str) -> bool:
-    return f".{path}".endswith(f".{name}")
+    return [path for path in paths if any(ends_with(path, name) for name in wanted)]
 
 
 def _all_or_none(name: str, group: Sequence[str], matching: set[str]) -> bool:

@@ -69,6 +69,11 @@ def container(path: str) -> str:
     return path.rpartition(".")[0]
 
 
+def ends_with(path: str, name: str) -> bool:
+    """Whether `name` is the whole of a dotted path, or its last components."""
+    return f".{path}".endswith(f".{name}")
+
+
 def transformers_layout(model: CausalLM) -> WeightMap:
     """The weight map of transformers' model for the same checkpoint, including a vision tower."""
     spec = model.require_export_spec()
