@@ -2,8 +2,8 @@
 
 On a GPU one Triton kernel computes tiles whose sizes depend on N, K, dtype and device alone. Each program adds the
 products of a tile in steps of BLOCK_K, from the first to the last, in float32: there is no split of K. On a CPU torch
-multiplies blocks of ROWS rows, the last of them padded, so that its library is always called with the same shapes. K is
-padded too.
+multiplies the weight by blocks of ROWS rows as columns, the last block padded, so that its library is always called
+with the same shapes.
 
 The backward pass is torch's: gradients of a weight are sums over the batch in any case.
 """
@@ -21,13 +21,10 @@ from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, count_rows, under_autocast
 
-_WIDE = "AVX512" in torch.backends.cpu.get_cpu_capability()
-"""Without AVX-512, MKL's bits of a row depend on its place among the rows of the left operand, and not on its place
-among columns of the right one, if their number is a multiple of its tiles' (4, 6 or 12)."""
-ROWS = 16 if _WIDE else 48
-"""Rows of a block on the CPU."""
-STEP = 4
-"""K is a multiple of this on the CPU: with AVX-512, MKL's bits depend on the place of a row where K is 4 n + 1."""
+ROWS = 48
+"""Rows of a block on the CPU. In MKL 2024.2, and on processors without AVX-512, the bits of a row may depend on its
+place among the rows of the left operand, and not on its place among columns of the right one, if their number is a
+multiple of the tiles' (4, 6, 12 or 16)."""
 _TENSORS = Signature(x="... K", weight="N K =x", bias="N =x ?")
 _ALIGNED = 16  # bytes: where x begins; then every launch loads it alike
 
@@ -91,15 +88,12 @@ def batch_invariant_into(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | No
         x = x if x.is_contiguous() and x.data_ptr() % _ALIGNED == 0 else x.clone(memory_format=torch.contiguous_format)
         _launch(y, x, weight.contiguous(), contiguous(bias))
         return y
-    filling = -x.shape[1] % STEP
-    weight = F.pad(weight, (0, filling)) if filling else weight
     for start in range(0, len(x), ROWS):
         rows = x[start : start + ROWS]
-        block = F.pad(rows, (0, filling, 0, ROWS - len(rows)))
-        left, right = (block, weight.t()) if _WIDE else (weight, block.t().contiguous())
-        added = bias if _WIDE or bias is None else bias[:, None]
-        product = torch.mm(left, right) if added is None else torch.addmm(added, left, right)
-        y[start : start + ROWS] = (product if _WIDE else product.t())[: len(rows)]
+        block = F.pad(rows, (0, 0, 0, ROWS - len(rows)))
+        columns = block.t().contiguous()
+        product = torch.mm(weight, columns) if bias is None else torch.addmm(bias[:, None], weight, columns)
+        y[start : start + ROWS] = product.t()[: len(rows)]
     return y
 
 
