@@ -202,7 +202,8 @@ class ExportMixin(nn.Module):
         )
 
     def hf_state_dict(self) -> dict[str, Tensor]:
-        """The weights with the names and shapes of a loaded transformers model (5 or later), detached.
+        """The weights with the names and shapes of a loaded transformers model (5 or later), detached: of the language
+        model alone.
 
         Tensors that transformers stores in the same way share memory with the model; parts of fused weights are copies.
 
@@ -216,7 +217,9 @@ class ExportMixin(nn.Module):
         """Copy the weights of a transformers model's `state_dict()`, or of a checkpoint, into this model.
 
         Args:
-            state_dict: name -> tensor, on any device and in any float dtype; values are cast to the model's dtype.
+            state_dict: name -> tensor, on any device and in any float dtype; values are cast to the model's dtype. If
+                the model was loaded from a checkpoint of a multimodal model, the names may also be of that whole model.
+                Tensors outside the language model (a vision tower, draft heads) are left out.
 
         Raises:
             CheckpointError: tensors are missing, unexpected or misshapen; the message lists all of them, and the model
