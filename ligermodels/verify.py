@@ -116,7 +116,7 @@ def verify(
     model = from_pretrained(folder, dtype=dtype, device=device, attention=attention, progress=progress)
     dtype, device = model.dtype, model.device
     ids = _ids(input_ids, tokens, model.config.vocab_size).to(device)
-    _warn_of_scores(model, ids.numel())
+    _warn_of_scores(model, *ids.shape)
     spec = model.export_spec
     layouts = [] if spec is None else [spec.weight_map, layout_in_memory(spec, model.config)]
     pairs = [modules_in_common(layout) for layout in layouts]
@@ -153,12 +153,13 @@ def _ids(input_ids: TokenIds | None, tokens: int, vocab_size: int) -> Tensor:
     return prepare_prompts(input_ids, None, None, (), vocab_size).ids
 
 
-def _warn_of_scores(model: CausalLM, tokens: int) -> None:
-    """A UserWarning if transformers' attention, which keeps the scores of all pairs of tokens, needs much memory."""
+def _warn_of_scores(model: CausalLM, rows: int, tokens: int) -> None:
+    """A UserWarning if transformers' attention, which keeps the scores of all pairs of tokens, needs much memory for
+    `rows` of `tokens`."""
     mixers = (part for block in model.config.blocks if block.mixer is not None for part in block.mixer.parts)
     attention = (mixer for mixer in mixers if isinstance(mixer, AttentionConfig | LatentAttentionConfig))
     heads = max((mixer.num_heads for mixer in attention), default=0)
-    if (size := heads * tokens**2 * model.dtype.itemsize) > SCORES_BYTES:
+    if (size := heads * rows * tokens**2 * model.dtype.itemsize) > SCORES_BYTES:
         warn_caller(
             f"verify: the attention scores of {tokens:,} tokens take {size / 2**30:.1f} GiB in each layer of "
             f"transformers, and computing them grows with the square of the tokens; fewer compare the same modules",

@@ -160,9 +160,9 @@ class ExportMixin(nn.Module):
     ) -> str:
         """Upload a Hugging Face checkpoint of the model to the hub.
 
-        The repository is created if it does not exist. If it has no README.md, it gets a model card with license,
-        language, tags and text of the base model's card. The base model's license files are uploaded too. If the model
-        is sharded, all ranks call this and rank 0 uploads.
+        The repository is created if it does not exist; weights of an earlier checkpoint in it are removed. If it has
+        no README.md, it gets a model card with license, language, tags and text of the base model's card. The base
+        model's license files are uploaded too. If the model is sharded, all ranks call this and rank 0 uploads.
 
         Args:
             repo_id: "owner/name", or "name" for the owner of the token.

@@ -164,7 +164,7 @@ def test_the_size_of_scores_is_of_attention(name: str) -> None:
     model = lm.from_config(FAMILIES[name], device="meta", dtype=torch.float32)
     size = FAMILIES[name]["num_attention_heads"] * 4  # GiB
     with pytest.warns(UserWarning, match=f"scores of 32,768 tokens take {size}.0 GiB"):
-        _warn_of_scores(model, 2**15)
+        _warn_of_scores(model, 1, 2**15)
 
 
 def test_the_beginning_of_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
