@@ -123,8 +123,7 @@ def from_pretrained(
             is the quantised model and about one gigabyte.
         quantize_exclude: patterns of layers that `quantize` leaves in `dtype`.
         quantize_head: "float8", "int4", "nf4" or "mxfp4": quantise the LM head too. Needs `quantize`.
-        batch_invariant: the model's `batch_invariant`: bits that do not depend on the batch. See
-            `ops.set_batch_invariant`. Default: False.
+        batch_invariant: bits that do not depend on the batch: see `ops.set_batch_invariant`. Default: False.
 
     Returns:
         The model in eval mode. `save_pretrained` writes it in the layout of the checkpoint.
@@ -155,13 +154,14 @@ def from_pretrained(
     folder = hub.resolve(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
+    name = os.fspath(name_or_path)
     if (folder / ADAPTER_CONFIG).is_file():
         warn_caller(
-            f"{folder}: the adapter beside the model is not applied; load_adapter(model, {str(folder)!r}) applies it, "
-            f"and `ligermodels lora merge {folder} {folder} OUT` writes a checkpoint with it",
+            f"{name}: the adapter beside the model is not applied; load_adapter(model, {name!r}) applies it, and "
+            f"`ligermodels lora merge {name} {name} OUT` writes a checkpoint with it",
             AdapterWarning,
         )
-    repo_id = None if os.path.isdir(Path(name_or_path).expanduser()) else os.fspath(name_or_path)
+    repo_id = None if os.path.isdir(Path(name).expanduser()) else name
     ranks = Ranks() if plan is None else Ranks.of_group()
     with reading(folder, partial(open_checkpoint, folder, requested_dtype), ranks) as checkpoint:
         reader, model_dtype = checkpoint.reader, checkpoint.dtype
