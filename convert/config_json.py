@@ -13,7 +13,7 @@ from ligermodels.convert.files import ADAPTER_CONFIG, HOLDS_ADAPTER
 from ligermodels.convert.input_files import check_depth, read_json_object
 from ligermodels.convert.json_values import is_int, is_list_of, is_object
 from ligermodels.convert.rope_settings import THETA, rope_fields
-from ligermodels.convert.weight_map import FLOATS
+from ligermodels.convert.weight_map import FLOAT_NAMES, float_dtype
 from ligermodels.errors import ConfigError
 from ligermodels.errors import short as short
 
@@ -97,10 +97,8 @@ def named_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     name, field = next(named, (None, ""))
     if name is None:
         return None
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
-    dtype = known.get(str(name).removeprefix("torch."))
-    if dtype is None:
-        raise ConfigError(f"config.json: {field}: {short(name)} is not one of {', '.join(sorted(known))}")
+    if (dtype := float_dtype(name)) is None:
+        raise ConfigError(f"config.json: {field}: {short(name)} is not one of {', '.join(FLOAT_NAMES)}")
     return dtype
 
 
