@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.convert.loading import Spec
 from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.shards import is_dtensor
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, short
 from ligermodels.layers.initialization import persistent_tensors
@@ -86,8 +87,8 @@ def load_state_dict(model: Any, state_dict: Mapping[str, Tensor]) -> None:
 
 
 def check_state_dict(state_dict: Any, where: str = "state_dict") -> Mapping[str, Tensor]:
-    """Returns `state_dict`. CheckpointError, which begins with `where`, unless it maps names to dense tensors with
-    values."""
+    """Returns `state_dict`. CheckpointError, which begins with `where`, unless it maps names to whole, dense tensors
+    with values."""
     if not isinstance(state_dict, Mapping):
         raise CheckpointError(f"{where}: must map names to tensors, got a {type(state_dict).__name__}")
     for name, tensor in state_dict.items():
@@ -95,6 +96,11 @@ def check_state_dict(state_dict: Any, where: str = "state_dict") -> Mapping[str,
             raise CheckpointError(f"{where}: has the key {short(name)}, which is no name")
         if not isinstance(tensor, Tensor):
             raise CheckpointError(f"{where}: {short(name)} is no tensor, but a {type(tensor).__name__}")
+        if is_dtensor(tensor):
+            raise CheckpointError(
+                f"{where}: {name} is a DTensor; give whole tensors, as get_model_state_dict of "
+                "torch.distributed.checkpoint.state_dict returns with full_state_dict=True"
+            )
         if tensor.layout is not torch.strided or tensor.is_meta:
             raise CheckpointError(
                 f"{where}: {name} has no dense values: {tensor.layout} on {tensor.device}; weights that accelerate "
