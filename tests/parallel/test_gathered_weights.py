@@ -16,6 +16,7 @@ from two_ranks import in_two_ranks
 import ligermodels as lm
 from ligermodels.convert import publish
 from ligermodels.errors import CheckpointError, InputError
+from ligermodels.integrations import wrap
 from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.speculative.joint import frozen_copy
 
@@ -68,6 +69,7 @@ def changes(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         "merge_lora": lambda: lm.merge_lora(adapted),
         "quantize": lambda: lm.quantize(model, "int4"),
         "float8": lambda: lm.float8(model),
+        "wrap": lambda: wrap(model),
     }
     for name, call in calls.items():
         model(ids), adapted(ids)
