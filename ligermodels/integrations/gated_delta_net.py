@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +33,17 @@ class HFGatedNorm(OnModules, GatedNorm):
     def __init__(self, source: nn.Module, config: GatedDeltaNetConfig) -> None:
         super().__init__(source, config)
         self.eps, self.activation = config.norm_eps, config.OUTPUT_GATE
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        """See `GatedNorm`. The dtypes may differ; see `in_one_dtype`."""
+        return in_one_dtype(super().forward, x, z)
+
+
+def in_one_dtype(norm: Callable[[Tensor, Tensor], Tensor], x: Tensor, z: Tensor) -> Tensor:
+    """norm(x, z) in the wider of their dtypes, as x's: in transformers' own forward of a mixer, the result x of a scan
+    may be float32 beside a gate z in 16 bits."""
+    dtype = torch.promote_types(x.dtype, z.dtype)
+    return norm(x.to(dtype), z.to(dtype)).to(x.dtype)
 
 
 class HFDecay(OnModules, Decay):
