@@ -165,6 +165,37 @@ def test_a_batch_in_bfloat16_by_autocast() -> None:
     assert_close(loss, wanted, rtol=2e-2, atol=0)
 
 
+class Wide(nn.Linear):
+    """Returns float32 under autocast, as many adapters of PEFT do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.float())
+
+
+@pytest.mark.parametrize("name", ["llama-3", "deepseek_v2-greedy", "gemma4_text-per-layer-inputs", "kimi_linear"])
+def test_projections_in_float32_under_autocast(name: str) -> None:
+    """One by one, so that their results meet those of others in bfloat16."""
+    inputs = batch()
+    found: dict[bool, list[Tensor]] = {}
+    for native in (False, True):
+        hf = make(name)
+        layers = [m for m in hf.get_decoder().layers.modules() if type(m) is nn.Linear]
+        names = {key.rpartition(".")[2] for key, m in hf.named_modules() if m in layers}
+        hf = lm.nativize(hf) if native else hf
+        found[native] = []
+        for own in sorted(names):
+            changed = [m for key, m in hf.named_modules() if key.rpartition(".")[2] == own and m in layers]
+            for module in changed:
+                module.__class__ = Wide
+            with torch.autocast("cpu", torch.bfloat16):
+                found[native].append(loss_and_gradients(hf, **inputs)[0].loss.detach())
+            for module in changed:
+                module.__class__ = nn.Linear
+    assert len(found[True]) > 5
+    assert_close(torch.stack(found[True]), torch.stack(found[False]), rtol=0.02, atol=0.0)
+
+
 @pytest.mark.parametrize("name", ["llama-3", "mistral-window"])
 def test_padding_between_tokens_counts_for_positions_as_in_transformers(name: str) -> None:
     hf, inputs = make(name), batch()
