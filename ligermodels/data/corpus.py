@@ -8,10 +8,10 @@ import json
 import os
 import warnings
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -41,6 +41,8 @@ class File:
     """Index in the corpus of the first document."""
     starts: array[int]
     """Byte offsets of the documents."""
+    lines: list[tuple[int, int]] = field(default_factory=lambda: [(0, 1)])
+    """Byte offsets whose line number is known, ascending, each with this number."""
 
     @property
     def path(self) -> Path:
@@ -184,19 +186,24 @@ class Corpus:
         return self._find(index)[0].has_lines
 
     def name(self, index: int) -> str:
-        """FILE:LINE, or "FILE: row N", of the start of a document. Reads the file up to it, to count lines."""
+        """FILE:LINE, or "FILE: row N", of the start of a document. Reads the file up to it, to count lines, from the
+        nearest document before it that has been named."""
         file, number = self._find(index)
         return self._name(file, file.starts[number])
 
     @staticmethod
-    def _name(file: File, left: int) -> str:
-        """FILE:LINE, or "FILE: row N", of the byte `left`."""
-        lines = 1
+    def _name(file: File, place: int) -> str:
+        """FILE:LINE, or "FILE: row N", of the byte `place`."""
+        start, line = file.lines[bisect_right(file.lines, place, key=lambda known: known[0]) - 1]
+        left = place - start
         with open_file(file.path, InputError) as content:
+            content.seek(start)
             while left and (chunk := content.read(min(left, 1 << 20))):
-                lines += chunk.count(b"\n")
+                line += chunk.count(b"\n")
                 left -= len(chunk)
-        return file.data.place(lines)
+        if start < place:
+            insort(file.lines, (place, line))
+        return file.data.place(line)
 
     def _cut_tail(self, fraction: float) -> int | None:
         """Start a piece about a `fraction` before the end of the only file, a text: at a line, or else at a character.

@@ -73,7 +73,7 @@ class StreamedCorpus(Corpus):
         return [list(islice(self.starts(number), OF_FILE)) for number in files]
 
     def name(self, index: int) -> str:
-        """FILE:LINE of the start of a document. Reads the file up to it, to count lines."""
+        """FILE:LINE of the start of a document: see `Corpus.name`."""
         file, offset = self._find(index)
         return self._name(file, offset)
 
