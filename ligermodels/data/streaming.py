@@ -94,9 +94,9 @@ class StreamedCorpus(Corpus):
         Raises:
             InputError: there are fewer than two documents.
         """
-        first = np.fromiter(islice(chain.from_iterable(map(self.starts, range(self.num_files))), FIRST), np.int64)
         if not fraction:
-            return first[:0]
+            return np.arange(0)
+        first = np.fromiter(islice(chain.from_iterable(map(self.starts, range(self.num_files))), FIRST), np.int64)
         return np.sort(first[held_out(len(first), fraction, seed)])
 
 
