@@ -18,12 +18,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from ligermodels.arguments import check_number
 from ligermodels.convert.input_files import open_file, shown
 from ligermodels.data.files import DataFile, data_files
 from ligermodels.data.fingerprint import of_file
 from ligermodels.data.lines import LINE_BYTES
 from ligermodels.data.orders import Indices, permutation
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, short
 
 NO_DOCUMENT = "there is no document in the data: give files with text"
 
@@ -141,6 +142,9 @@ class Corpus:
         return path.exists() and any(file.data.original.samefile(path) for file in self._files)
 
     def _find(self, index: int) -> tuple[File, int]:
+        """The file of a document, and the document's number in it. Raises InputError if there is no such document."""
+        if not 0 <= index < self._count:
+            raise InputError(f"index: there is no document {index:,}; indices are from 0 to {self._count - 1:,}")
         file = self._files[bisect_right(self._files, index, key=lambda file: file.first) - 1]
         return file, index - file.first
 
@@ -238,16 +242,16 @@ class Corpus:
         possible, and its end is the validation split.
 
         Args:
-            fraction: fraction of the lines and text files for validation, at least one; 0 for no validation.
+            fraction: fraction of the lines and text files for validation, below 1, at least one; 0 for no validation.
             seed: selects the lines and files.
 
         Returns:
             Sorted indices for training, and for validation.
 
         Raises:
-            InputError: there are fewer than two lines and files.
+            InputError: there are fewer than two lines and files, or the fraction is out of range.
         """
-        if not fraction:
+        if not check_fraction(fraction):
             return np.arange(len(self)), np.arange(0)
         units, count = np.empty(len(self), np.int64), 0
         for file in self._files:
@@ -269,6 +273,13 @@ def _warn_of_copies(files: Iterable[DataFile]) -> None:
                 "validation split. Give it once; data_weights set the share of a file",
                 stacklevel=3,
             )
+
+
+def check_fraction(fraction: float) -> float:
+    """Returns `fraction`. Raises InputError unless it is at least 0 and below 1, as a number of documents is not."""
+    if check_number("fraction", fraction) >= 1:
+        raise InputError(f"fraction: must be below 1, got {short(fraction)}; give the share of the documents")
+    return fraction
 
 
 def held_out(count: int, fraction: float, seed: int) -> Indices:

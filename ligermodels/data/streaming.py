@@ -13,7 +13,7 @@ from typing import BinaryIO
 import numpy as np
 
 from ligermodels.convert.input_files import open_file
-from ligermodels.data.corpus import Corpus, held_out, piece_starts
+from ligermodels.data.corpus import Corpus, check_fraction, held_out, piece_starts
 from ligermodels.data.files import DataFile
 from ligermodels.data.lines import LINE_BYTES
 from ligermodels.data.orders import Indices, Place, permutation
@@ -85,16 +85,16 @@ class StreamedCorpus(Corpus):
         """The validation split: a fraction of the FIRST documents, at least one; lines, and pieces of texts.
 
         Args:
-            fraction: fraction for validation; 0 for none.
+            fraction: fraction for validation, below 1; 0 for none.
             seed: selects the documents.
 
         Returns:
             Sorted indices. `Windowed` leaves them out of training.
 
         Raises:
-            InputError: there are fewer than two documents.
+            InputError: there are fewer than two documents, or the fraction is out of range.
         """
-        if not fraction:
+        if not check_fraction(fraction):
             return np.arange(0)
         first = np.fromiter(islice(chain.from_iterable(map(self.starts, range(self.num_files))), FIRST), np.int64)
         return np.sort(first[held_out(len(first), fraction, seed)])

@@ -150,6 +150,12 @@ def test_the_validation_split_is_fixed_and_by_whole_files(tmp_path: Path, monkey
     assert not sides[0] & sides[1] and all(sides) and len(sides[1]) + sum(held < 30) == round(0.3 * (30 + 13))
     assert np.array_equal(held, found.split(0.3, seed=5)[1]) and not np.array_equal(held, found.split(0.3, seed=6)[1])
     assert [len(side) for side in found.split(0, seed=5)] == [len(found), 0]
+    for fraction in (10, 1.0, -0.1, math.nan):  # ten of the documents, and not all but one
+        with pytest.raises(InputError, match="fraction: must be"):
+            found.split(fraction, seed=5)
+    for index in (-1, len(found)):
+        with pytest.raises(InputError, match=f"index: there is no document {index}; indices are from 0 to"):
+            found.read(index)
     two = Corpus([paths[3], paths[5]])
     for fraction in (0.01, 0.99):
         assert all(len({two.name(i).split(":")[0] for i in side}) == 1 for side in two.split(fraction, 0))
