@@ -32,6 +32,10 @@ PIECE = 1 << 15
 """Bytes per piece of a text file: long texts are read in pieces, cut at line ends if possible."""
 
 
+COUNTED_AGAIN = 1 << 14
+"""Bytes whose lines are counted again for each name, so that a file of many documents has few known line numbers."""
+
+
 @dataclass(frozen=True)
 class File:
     """A file of documents."""
@@ -43,7 +47,7 @@ class File:
     starts: array[int]
     """Byte offsets of the documents."""
     lines: list[tuple[int, int]] = field(default_factory=lambda: [(0, 1)])
-    """Byte offsets whose line number is known, ascending, each with this number."""
+    """Byte offsets whose line number is known, ascending, each with the number."""
 
     @property
     def path(self) -> Path:
@@ -205,7 +209,7 @@ class Corpus:
             while left and (chunk := content.read(min(left, 1 << 20))):
                 line += chunk.count(b"\n")
                 left -= len(chunk)
-        if start < place:
+        if place - start > COUNTED_AGAIN:
             insort(file.lines, (place, line))
         return file.data.place(line)
 
