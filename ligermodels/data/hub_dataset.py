@@ -95,7 +95,7 @@ def lines_of(name: str, say: Callable[[str], object] = lambda message: None) -> 
     # With a digest: "hf:a/b/c" and "hf:a/b:c" are two datasets.
     file = re.sub(r"[^\w.+-]", "-", f"{name}-{hashlib.sha256(name.encode()).hexdigest()[:12]}")
     try:
-        with explained(dataset.repo, None):
+        with explained(f"datasets/{dataset.repo}", None):  # its path on the hub
             commit = HfApi().dataset_info(dataset.repo, timeout=20).sha
     except HubError as error:
         if (path := newest("datasets", file)) is None:

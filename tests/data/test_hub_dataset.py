@@ -4,10 +4,11 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from huggingface_hub import HfApi
+from huggingface_hub.errors import GatedRepoError
 
 from ligermodels.data import converted
 from ligermodels.data.corpus import Corpus
@@ -88,6 +89,15 @@ def test_rows_are_fetched_once_for_a_commit(hub: dict[str, str]) -> None:
     assert texts("hf:owner/name") == ["d"]
     with pytest.raises(HubError, match=r"owner/name: download failed.*no route"):
         texts("hf:owner/name:test")
+
+
+def test_the_address_of_a_gated_dataset_is_named(hub: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise GatedRepoError("gated", response=cast(Any, SimpleNamespace(headers={}, request=None)))
+
+    monkeypatch.setattr(HfApi, "dataset_info", refuse)
+    with pytest.raises(HubError, match=r"^datasets/owner/name: is gated: accept its terms at .*/datasets/owner/name"):
+        texts("hf:owner/name")
 
 
 def test_a_folder_of_the_same_name_is_not_read_in_its_place(hub: dict[str, str]) -> None:
