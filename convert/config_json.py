@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ligermodels.convert.files import ADAPTER_CONFIG
+from ligermodels.convert.files import ADAPTER_CONFIG, HOLDS_ADAPTER
 from ligermodels.convert.input_files import check_depth, read_json_object
 from ligermodels.convert.json_values import is_int, is_list_of, is_object
 from ligermodels.convert.rope_settings import THETA, rope_fields
-from ligermodels.convert.weight_map import FLOATS
+from ligermodels.convert.weight_map import FLOAT_NAMES, float_dtype
 from ligermodels.errors import ConfigError
 from ligermodels.errors import short as short
 
@@ -29,10 +29,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     hint = f"is this the folder of {'an adapter' if path.name == ADAPTER_CONFIG else 'a checkpoint'}?"
     if path.name == "config.json" and (path.parent / ADAPTER_CONFIG).is_file():
-        hint = (
-            "the folder holds an adapter: open its base model, then the adapter with load_adapter; commands without "
-            "--adapter take a checkpoint with both, which `ligermodels lora merge MODEL ADAPTER OUT` writes"
-        )
+        hint = f"the folder {HOLDS_ADAPTER}"
     elif path.name == "config.json" and all((path.parent / name).is_file() for name in RUN):
         hint = "the folder holds a run that has not written its result; `train --resume --out FOLDER` continues it"
     return read_json_object(path, ConfigError, f"; {hint}")
@@ -100,10 +97,8 @@ def named_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     name, field = next(named, (None, ""))
     if name is None:
         return None
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
-    dtype = known.get(str(name).removeprefix("torch."))
-    if dtype is None:
-        raise ConfigError(f"config.json: {field}: {short(name)} is not one of {', '.join(sorted(known))}")
+    if (dtype := float_dtype(name)) is None:
+        raise ConfigError(f"config.json: {field}: {short(name)} is not one of {', '.join(FLOAT_NAMES)}")
     return dtype
 
 

@@ -60,6 +60,11 @@ RELATIVE_IMPORT = re.compile(r"^\s*(?:from|import)\s+\.(\w+)", re.MULTILINE)
 
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
+HOLDS_ADAPTER = (
+    "holds an adapter: open its base model, then the adapter with load_adapter; commands without --adapter take a "
+    "checkpoint with both, which `ligermodels lora merge MODEL ADAPTER OUT` writes"
+)
+"""What errors say of a folder or repository with ADAPTER_CONFIG and no config.json."""
 
 CHECKPOINT = (*WEIGHTS, *COMPANIONS, CHAT_TEMPLATES, *PROCESSORS)
 """Patterns of the names of all files of a checkpoint, and of its folder of chat templates."""

@@ -26,6 +26,7 @@ from ligermodels.convert.files import (
     ADAPTER_CONFIG,
     CODE_CONFIGS,
     COMPANIONS,
+    HOLDS_ADAPTER,
     INDEX,
     NAMED_TEMPLATES,
     PROCESSORS,
@@ -158,8 +159,11 @@ def explained(
 
 
 def _fetch(name: str, revision: str | None, weights: bool, options: dict[str, Any]) -> Path:
-    folder = snapshot(name, revision, (*COMPANIONS, *PROCESSORS), options, patterns=[NAMED_TEMPLATES])
+    files = (*COMPANIONS, *PROCESSORS, ADAPTER_CONFIG)  # the last for messages about an adapter
+    folder = snapshot(name, revision, files, options, patterns=[NAMED_TEMPLATES])
     commit = folder.name  # used from here on, so that all files are of one commit
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
+        raise HubError(f"{name}: {HOLDS_ADAPTER}")
     _require(name, commit, "config.json", options)
     asked = set[str]()
     while more := set(code_of(folder, CODE_CONFIGS)) - asked:  # a module may import further ones
@@ -169,10 +173,10 @@ def _fetch(name: str, revision: str | None, weights: bool, options: dict[str, An
         snapshot(name, commit, (SINGLE, INDEX), options)
         # As in transformers: a single file wins over an index.
         sharded = not (folder / SINGLE).is_file() and (folder / INDEX).is_file()
-        files = sorted(set(read_index(folder).values())) if sharded else [SINGLE]
+        weight_files = sorted(set(read_index(folder).values())) if sharded else [SINGLE]
         if sharded:
-            snapshot(name, commit, files, options)
-        for file in files:
+            snapshot(name, commit, weight_files, options)
+        for file in weight_files:
             _require(name, commit, file, options)
     return folder
 

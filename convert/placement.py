@@ -11,7 +11,7 @@ import torch
 
 from ligermodels.convert.json_values import is_int
 from ligermodels.convert.loading import Spec
-from ligermodels.convert.weight_map import FLOATS
+from ligermodels.convert.weight_map import FLOAT_NAMES, FLOATS, float_dtype
 from ligermodels.errors import InputError, short
 
 DtypeLike: TypeAlias = torch.dtype | str
@@ -44,11 +44,9 @@ def _dtype(name: str, value: object) -> torch.dtype | None:
     """The dtype of argument `name`, or None for "auto"."""
     if value == "auto":
         return None
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
-    dtype = known.get(str(value).removeprefix("torch."))
-    if dtype is None:
+    if (dtype := float_dtype(value)) is None:
         raise InputError(
-            f"{name}: {short(value)} is not one of {', '.join(sorted(known))}, as a name or a torch.dtype, or 'auto'"
+            f"{name}: {short(value)} is not one of {', '.join(FLOAT_NAMES)}, as a name or a torch.dtype, or 'auto'"
         )
     return dtype
 

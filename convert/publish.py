@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 
 from ligermodels.convert import hub
+from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG, WEIGHTS
 from ligermodels.convert.ranks import Ranks
 from ligermodels.convert.source_checkpoint import SourceCheckpoint
 from ligermodels.errors import HubError
@@ -46,7 +47,7 @@ class Destination:
 
 
 def publish(to: Destination, write: Callable[[Path], None], source: SourceCheckpoint | None, ranks: Ranks) -> str:
-    """Upload a checkpoint.
+    """Upload a checkpoint. Its weights replace those of an earlier checkpoint in the repository; other files stay.
 
     A repository without a README.md gets a model card: how to use the model in transformers, and license, language,
     tags and text of the base model's card. The base model's license files are uploaded too.
@@ -92,9 +93,16 @@ def _upload(to: Destination, folder: Path, source: SourceCheckpoint | None) -> s
     if not api.file_exists(repo_id, CARD, revision=to.revision):
         card = model_card(repo_id, base, None if base_folder is None else base_folder / CARD)
         (folder / CARD).write_text(card, encoding="utf-8")
-    message = to.commit_message or "Upload model"
+    # Readers prefer a single file to shards, and servers read all shards that an index names: older ones must go. An
+    # adapter without a model beside it must too, since transformers would open its base model (see `ExportSpec.save`).
+    has_model = api.file_exists(repo_id, "config.json", revision=to.revision)
     done = api.upload_folder(
-        repo_id=repo_id, folder_path=folder, commit_message=message, revision=to.revision, create_pr=to.create_pr
+        repo_id=repo_id,
+        folder_path=folder,
+        commit_message=to.commit_message or "Upload model",
+        revision=to.revision,
+        create_pr=to.create_pr,
+        delete_patterns=[*WEIGHTS, *(() if has_model else (ADAPTER, ADAPTER_CONFIG))],
     )
     return done.pr_url or done.commit_url
 

@@ -24,6 +24,9 @@ from ligermodels.errors import CheckpointError
 FLOATS = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
 """Dtypes that loading casts to each other. Narrower dtypes need scales, and a cast does not apply them."""
 
+FLOAT_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in sorted(FLOATS, key=str)}
+"""Name in torch, such as "bfloat16" -> dtype of FLOATS."""
+
 UNCASTABLE = "of a dtype that cannot be cast (quantised tensors load from files with a quantization_config)"
 """Fault of tensors with a dtype outside FLOATS."""
 
@@ -366,6 +369,11 @@ def _shape(parts: Sequence[_Part]) -> tuple[int, ...]:
 def _read(parts: Sequence[_Part], state: Mapping[str, Tensor], gather: Gather, dtype: torch.dtype) -> Tensor:
     rows = [part.view.view(gather(state[part.target])).reshape(part.shape) for part in parts]
     return (rows[0] if len(rows) == 1 else torch.cat(rows)).to(dtype)
+
+
+def float_dtype(value: object) -> torch.dtype | None:
+    """The dtype of FLOATS that `value` is, or names ("bfloat16"); None for anything else."""
+    return FLOAT_NAMES.get(str(value).removeprefix("torch."))
 
 
 def raise_faults(what: str, faults: Mapping[str, Sequence[str]]) -> None:

@@ -48,7 +48,7 @@ from ligermodels.models.checkpoint import choose_layout, export_spec, has_own_he
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.extra_heads import without_heads
 from ligermodels.models.families import family_of, warn_of_other_family
-from ligermodels.models.state_dict import move_state_dict
+from ligermodels.models.state_dict import check_state_dict, move_state_dict
 from ligermodels.models.untie import untied, with_own_head
 from ligermodels.ops.attention.attention import backends
 from ligermodels.ops.runtime.devices import own_random_numbers
@@ -123,8 +123,7 @@ def from_pretrained(
             is the quantised model and about one gigabyte.
         quantize_exclude: patterns of layers that `quantize` leaves in `dtype`.
         quantize_head: "float8", "int4", "nf4" or "mxfp4": quantise the LM head too. Needs `quantize`.
-        batch_invariant: the model's `batch_invariant`: bits that do not depend on the batch. See
-            `ops.set_batch_invariant`. Default: False.
+        batch_invariant: bits that do not depend on the batch: see `ops.set_batch_invariant`. Default: False.
 
     Returns:
         The model in eval mode. `save_pretrained` writes it in the layout of the checkpoint.
@@ -155,13 +154,14 @@ def from_pretrained(
     folder = hub.resolve(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
+    name = os.fspath(name_or_path)
     if (folder / ADAPTER_CONFIG).is_file():
         warn_caller(
-            f"{folder}: the adapter beside the model is not applied; load_adapter(model, {str(folder)!r}) applies it, "
-            f"and `ligermodels lora merge {folder} {folder} OUT` writes a checkpoint with it",
+            f"{name}: the adapter beside the model is not applied; load_adapter(model, {name!r}) applies it, and "
+            f"`ligermodels lora merge {name} {name} OUT` writes a checkpoint with it",
             AdapterWarning,
         )
-    repo_id = None if os.path.isdir(Path(name_or_path).expanduser()) else os.fspath(name_or_path)
+    repo_id = None if os.path.isdir(Path(name).expanduser()) else name
     ranks = Ranks() if plan is None else Ranks.of_group()
     with reading(folder, partial(open_checkpoint, folder, requested_dtype), ranks) as checkpoint:
         reader, model_dtype = checkpoint.reader, checkpoint.dtype
@@ -272,8 +272,8 @@ def from_transformers(
 
     Raises:
         ConfigError: a field of the model's config is not supported; the message names it.
-        CheckpointError: the tensors are not those of the config: the model has adapters (merge them first) or quantised
-            weights. Or only some tensors of a fused parameter (q, k and v) are frozen.
+        CheckpointError: the tensors are not those of the config: the model has adapters (merge them first), quantised
+            or offloaded weights. Or only some tensors of a fused parameter (q, k and v) are frozen.
         BackendError: the attention backend is unknown or not installed.
         InputError: `hf_model` is no transformers model, an unknown dtype or device, two different ones, or a
             `device_map` of several devices or submodules.
@@ -296,7 +296,7 @@ def from_transformers(
     first = next(hf_model.parameters())
     model_dtype = resolve_dtype(dtype, torch_dtype) or first.dtype
     target = require_device(resolve_device(device, device_map, first.device))
-    state = hf_model.state_dict(keep_vars=True)
+    state = check_state_dict(hf_model.state_dict(keep_vars=True), "from_transformers")
     fields, _ = without_quantization(hf_config.to_dict())
     family = family_of(fields)
     config = family.decoder_config(fields)

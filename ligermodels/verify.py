@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from ligermodels.arguments import check_count, check_number
 from ligermodels.convert.placement import DeviceLike, DtypeLike
 from ligermodels.convert.weight_map import WeightMap
-from ligermodels.errors import BackendError, CheckpointError, InputError, warn_caller
+from ligermodels.errors import BackendError, CheckpointError, warn_caller
+from ligermodels.generation.prompts import TokenIds, prepare_prompts
 from ligermodels.layers.attention_config import AttentionConfig
 from ligermodels.layers.latent_attention import LatentAttentionConfig
 from ligermodels.layers.norm import RMSNormAdd
@@ -67,7 +68,7 @@ def verify(
     folder: str | os.PathLike[str],
     *,
     reference: str | os.PathLike[str] | None = None,
-    input_ids: Sequence[int] | None = None,
+    input_ids: TokenIds | None = None,
     tokens: int = 64,
     dtype: DtypeLike = torch.float32,
     device: DeviceLike = "cpu",
@@ -82,7 +83,7 @@ def verify(
     Args:
         folder: the checkpoint.
         reference: the checkpoint that transformers opens; None for `folder`.
-        input_ids: the tokens to run; None for random tokens, always the same.
+        input_ids: the tokens to run: a list of ids, or long (T,) or (B, T); None for random tokens, always the same.
         tokens: number of random tokens.
         dtype: dtype of both models, or its name ("bfloat16"); "auto" for the checkpoint's.
         device: device of both models.
@@ -115,7 +116,7 @@ def verify(
     model = from_pretrained(folder, dtype=dtype, device=device, attention=attention, progress=progress)
     dtype, device = model.dtype, model.device
     ids = _ids(input_ids, tokens, model.config.vocab_size).to(device)
-    _warn_of_scores(model, ids.numel())
+    _warn_of_scores(model, *ids.shape)
     spec = model.export_spec
     layouts = [] if spec is None else [spec.weight_map, layout_in_memory(spec, model.config)]
     pairs = [modules_in_common(layout) for layout in layouts]
@@ -145,22 +146,20 @@ def verify(
     return Report(places, TOLERANCES[dtype] if tolerance is None else tolerance, ids.numel())
 
 
-def _ids(input_ids: Sequence[int] | None, tokens: int, vocab_size: int) -> Tensor:
-    """The tokens to run, long (1, n): given, or so many random ones."""
+def _ids(input_ids: TokenIds | None, tokens: int, vocab_size: int) -> Tensor:
+    """The tokens to run, long (B, n): given, or so many random ones in one row."""
     if input_ids is None:
         return torch.randint(vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
-    ids = torch.tensor([list(input_ids)], dtype=torch.long)
-    if ids.numel() == 0:
-        raise InputError("input_ids: verify needs at least one token")
-    return ids
+    return prepare_prompts(input_ids, None, None, (), vocab_size).ids
 
 
-def _warn_of_scores(model: CausalLM, tokens: int) -> None:
-    """A UserWarning if transformers' attention, which keeps the scores of all pairs of tokens, needs much memory."""
+def _warn_of_scores(model: CausalLM, rows: int, tokens: int) -> None:
+    """A UserWarning if transformers' attention, which keeps the scores of all pairs of tokens, needs much memory for
+    `rows` of `tokens`."""
     mixers = (part for block in model.config.blocks if block.mixer is not None for part in block.mixer.parts)
     attention = (mixer for mixer in mixers if isinstance(mixer, AttentionConfig | LatentAttentionConfig))
     heads = max((mixer.num_heads for mixer in attention), default=0)
-    if (size := heads * tokens**2 * model.dtype.itemsize) > SCORES_BYTES:
+    if (size := heads * rows * tokens**2 * model.dtype.itemsize) > SCORES_BYTES:
         warn_caller(
             f"verify: the attention scores of {tokens:,} tokens take {size / 2**30:.1f} GiB in each layer of "
             f"transformers, and computing them grows with the square of the tokens; fewer compare the same modules",

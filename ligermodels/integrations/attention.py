@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.integrations.modules import OnModules, native_of, part, part_named
+from ligermodels.integrations.modules import OnModules, native_of, part, part_named, projected
 from ligermodels.layers import AttentionConfig, ForwardContext
 from ligermodels.layers.attention import Attention, Tables
 from ligermodels.layers.kv_cache import LayerKV
@@ -54,7 +54,7 @@ class HFAttention(OnModules, Attention):
     def _gated(self, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """The queries and the output gate, each (B, T, channels): of two tensors, or of q, which has both by head."""
         if "attention.gate" in native_of(self.source).names:
-            return q, part(self.source, "attention.gate")(x)
+            return q, projected(self.source, "attention.gate", x)
         q, gate = (half.flatten(2) for half in q.unflatten(2, (-1, 2 * self.config.head_dim)).chunk(2, dim=-1))
         return q, gate
 
@@ -64,10 +64,10 @@ class HFAttention(OnModules, Attention):
         if "attention.qkv" in native_of(source).names:
             keys, values = config.num_kv_heads * config.head_dim, config.num_kv_heads * config.value_dim
             sizes = [config.num_heads * config.head_dim, keys, values]
-            q, k, v = part(source, "attention.qkv")(x).split(sizes, dim=-1)
+            q, k, v = projected(source, "attention.qkv", x).split(sizes, dim=-1)
             return q, k, v
-        q, k = part(source, "attention.q")(x), part(source, "attention.k")(x)
-        return q, k, k if config.values is not None and config.values.from_keys else part(source, "attention.v")(x)
+        q, k = (projected(source, f"attention.{name}", x) for name in ("q", "k"))
+        return q, k, k if config.values is not None and config.values.from_keys else projected(source, "attention.v", x)
 
     def _normalised(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v (B, T, channels) -> (B, T, heads, D), with the norms of the config. A tensor-parallel shard has
@@ -101,8 +101,11 @@ class HFAttention(OnModules, Attention):
 class HFSharedKVAttention(OnModules, SharedKVAttention):
     """`SharedKVAttention` on a transformers attention module."""
 
-    q = part_named("attention.q")
     o = part_named("attention.o")
+
+    def q(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """x (B, T, H) -> queries (B, T, channels)."""
+        return projected(self.source, "attention.q", x)
 
     @property
     def q_norm(self) -> nn.Module | None:  # type: ignore[override]

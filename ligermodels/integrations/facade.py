@@ -22,6 +22,7 @@ from ligermodels.integrations.in_place import nativize, nativize_as
 from ligermodels.integrations.modules import has_hooks
 from ligermodels.integrations.settings import changed_setting
 from ligermodels.layers.lm_head import scaled_logits
+from ligermodels.layers.sharding import is_sharded
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.models.decoder import DecoderConfig
 from ligermodels.models.native import check_native
@@ -45,7 +46,7 @@ def wrap(model: CausalLM) -> Any:
         ConfigError: the model was composed by hand, or its config has been changed since it was composed from its
             config.json; or transformers has no model of its `model_type`.
         InputError: transformers' model of this family cannot compute natively; or `model` is no native model, or is
-            wrapped already.
+            wrapped already, or is sharded.
 
     Examples:
         >>> hf = wrap(lm.from_pretrained("Qwen/Qwen3-0.6B"))
@@ -54,6 +55,11 @@ def wrap(model: CausalLM) -> Any:
     check_native(model, "wrap")
     if isinstance(model.decoder, _Decoder):
         raise InputError("wrap: this model is wrapped already; use the transformers model that wrap returned")
+    if is_sharded(model):
+        raise InputError(
+            "wrap: the model is sharded, and each rank would get whole weights; wrap it first, then let the trainer of "
+            "the transformers model shard that"
+        )
     spec = model.checked_export_spec()
     _warn_of_extra(spec.source)
     _warn_of_settings(model)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
-from ligermodels.integrations.modules import OnModules, attribute_named, native_of, part, part_named
+from ligermodels.integrations.modules import OnModules, attribute_named, native_of, part_named, projected
 from ligermodels.layers.causal_conv import CausalConv
 from ligermodels.layers.gated_delta_net import Decay, GatedDeltaNet, GatedDeltaNetConfig, GatedNorm
 
@@ -31,6 +33,17 @@ class HFGatedNorm(OnModules, GatedNorm):
     def __init__(self, source: nn.Module, config: GatedDeltaNetConfig) -> None:
         super().__init__(source, config)
         self.eps, self.activation = config.norm_eps, config.OUTPUT_GATE
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        """See `GatedNorm`. The dtypes may differ; see `in_one_dtype`."""
+        return in_one_dtype(super().forward, x, z)
+
+
+def in_one_dtype(norm: Callable[[Tensor, Tensor], Tensor], x: Tensor, z: Tensor) -> Tensor:
+    """norm(x, z) in the wider of their dtypes, as x's: in transformers' own forward of a mixer, the result x of a scan
+    may be float32 beside a gate z in 16 bits."""
+    dtype = torch.promote_types(x.dtype, z.dtype)
+    return norm(x.to(dtype), z.to(dtype)).to(x.dtype)
 
 
 class HFDecay(OnModules, Decay):
@@ -60,11 +73,11 @@ class HFGatedDeltaNet(OnModules, GatedDeltaNet):
         source, config = self.source, self.config
         if "delta.qkvz" not in native_of(source).names:
             qkv = "qkv" if "delta.q" in native_of(source).names else ("qkv",)
-            return torch.cat([part(source, f"delta.{name}")(x) for name in (*qkv, "z", "b", "a")], dim=-1)
+            return torch.cat([projected(source, f"delta.{name}", x) for name in (*qkv, "z", "b", "a")], dim=-1)
         repeats = config.num_value_heads // config.num_key_heads
         keys, values = config.key_head_dim, repeats * config.value_head_dim
         channels: list[Tensor] = []
         for name, sizes in (("qkvz", (keys, keys, values, values)), ("ba", (repeats, repeats))):
-            heads = part(source, f"delta.{name}")(x).unflatten(-1, (config.num_key_heads, -1))
+            heads = projected(source, f"delta.{name}", x).unflatten(-1, (config.num_key_heads, -1))
             channels += [piece.flatten(2) for piece in heads.split(sizes, dim=-1)]
         return torch.cat(channels, dim=-1)

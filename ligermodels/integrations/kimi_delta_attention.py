@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ligermodels.integrations.modules import OnModules, native_of, part, part_named
+from ligermodels.integrations.modules import OnModules, native_of, part, part_named, projected
 from ligermodels.layers import KimiDeltaAttentionConfig
 from ligermodels.layers.kimi_delta_attention import ChannelDecay, KimiDeltaAttention
 
@@ -33,7 +33,6 @@ class HFKimiDeltaAttention(OnModules, KimiDeltaAttention):
 
     config: KimiDeltaAttentionConfig
     conv, norm, out = part_named("delta.conv"), part_named("delta.norm"), part_named("delta.out")
-    decay_b, z_b = part_named("delta.decay_b"), part_named("delta.z_b")
 
     def __init__(self, source: nn.Module, config: KimiDeltaAttentionConfig) -> None:
         super().__init__(source, config)
@@ -47,5 +46,13 @@ class HFKimiDeltaAttention(OnModules, KimiDeltaAttention):
         """x (B, T, H) -> the inputs of `decay_b`, then of `z_b`, (B, T, 2 * gate_rank)."""
         return self._projected(x, "decay_a", "z_a")
 
+    def decay_b(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """x (B, T, gate_rank) -> (B, T, channels of the keys)."""
+        return self._projected(x, "decay_b")
+
+    def z_b(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """x (B, T, gate_rank) -> (B, T, channels of the values)."""
+        return self._projected(x, "z_b")
+
     def _projected(self, x: Tensor, *names: str) -> Tensor:
-        return torch.cat([part(self.source, f"delta.{name}")(x) for name in names], dim=-1)
+        return torch.cat([projected(self.source, f"delta.{name}", x) for name in names], dim=-1)

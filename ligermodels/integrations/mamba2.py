@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
+from ligermodels.integrations.gated_delta_net import in_one_dtype
 from ligermodels.integrations.modules import OnModules, attribute_named, part_named
 from ligermodels.layers.mamba2 import GatedGroupNorm, Mamba2, Mamba2Config, Steps
 
@@ -17,6 +18,10 @@ class HFGatedGroupNorm(OnModules, GatedGroupNorm):
         super().__init__(source, config)
         self.size, self.eps = config.inner_size // config.num_groups, config.norm_eps
         self.norm_before_gate = config.norm_before_gate
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        """See `GatedGroupNorm`. The dtypes may differ; see `in_one_dtype`."""
+        return in_one_dtype(super().forward, x, z)
 
 
 class HFSteps(OnModules, Steps):

@@ -8,7 +8,16 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from ligermodels.integrations.modules import OnModules, first_of, is_as_composed, is_ours, native_of, part, part_named
+from ligermodels.integrations.modules import (
+    OnModules,
+    first_of,
+    is_as_composed,
+    is_ours,
+    native_of,
+    part,
+    part_named,
+    projected,
+)
 from ligermodels.layers import DenseMoEConfig, ForwardContext, MLPConfig
 from ligermodels.layers.activation import ACTIVATIONS, GatedActivation
 from ligermodels.layers.dense_moe import DenseMoE
@@ -26,9 +35,9 @@ def mlp_forward(module: nn.Module, x: Tensor) -> Tensor:
     config: MLPConfig = native.config
     activation: Callable[..., Tensor] = ACTIVATIONS[config.activation]
     if "mlp.gate_up" in native.names:
-        gate, up = part(module, "mlp.gate_up")(x).chunk(2, dim=-1)
+        gate, up = projected(module, "mlp.gate_up", x).chunk(2, dim=-1)
     else:
-        gate, up = part(module, "mlp.gate")(x), part(module, "mlp.up")(x)
+        gate, up = projected(module, "mlp.gate", x), projected(module, "mlp.up", x)
     y: Tensor = part(module, "mlp.down")(
         activation(gate, up, gate_multiplier=config.gate_multiplier, limit=config.limit)
     )

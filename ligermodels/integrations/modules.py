@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.integrations.settings import Settings, is_of_libraries, settings_of
 from ligermodels.layers import ForwardContext
+from ligermodels.ops.runtime.tensors import under_autocast
 
 FINAL_NORM = "decoder.norm"
 """Name of the final norm in `Native.names` of a backbone."""
@@ -155,6 +156,13 @@ def is_as_composed(module: nn.Module) -> bool:
 def part(module: nn.Module, name: str) -> Any:
     """The submodule or parameter of `module` that `Native.names` calls `name`."""
     return attrgetter(native_of(module).names[name])(module)
+
+
+def projected(module: nn.Module, name: str, x: Tensor) -> Tensor:
+    """The result of the projection of `module` that `Native.names` calls `name`, under autocast in its dtype: adapters
+    of PEFT may return float32 there, and native layers take the results of several projections in one dtype."""
+    (y,) = under_autocast(part(module, name)(x))
+    return cast(Tensor, y)
 
 
 def is_ours(module: nn.Module, forward: Callable[..., Any]) -> bool:

@@ -160,9 +160,9 @@ class ExportMixin(nn.Module):
     ) -> str:
         """Upload a Hugging Face checkpoint of the model to the hub.
 
-        The repository is created if it does not exist. If it has no README.md, it gets a model card with license,
-        language, tags and text of the base model's card. The base model's license files are uploaded too. If the model
-        is sharded, all ranks call this and rank 0 uploads.
+        The repository is created if it does not exist; weights of an earlier checkpoint in it are removed. If it has
+        no README.md, it gets a model card with license, language, tags and text of the base model's card. The base
+        model's license files are uploaded too. If the model is sharded, all ranks call this and rank 0 uploads.
 
         Args:
             repo_id: "owner/name", or "name" for the owner of the token.
@@ -202,7 +202,8 @@ class ExportMixin(nn.Module):
         )
 
     def hf_state_dict(self) -> dict[str, Tensor]:
-        """The weights with the names and shapes of a loaded transformers model (5 or later), detached.
+        """The weights with the names and shapes of a loaded transformers model (5 or later), detached: of the language
+        model alone.
 
         Tensors that transformers stores in the same way share memory with the model; parts of fused weights are copies.
 
@@ -216,7 +217,9 @@ class ExportMixin(nn.Module):
         """Copy the weights of a transformers model's `state_dict()`, or of a checkpoint, into this model.
 
         Args:
-            state_dict: name -> tensor, on any device and in any float dtype; values are cast to the model's dtype.
+            state_dict: name -> tensor, on any device and in any float dtype; values are cast to the model's dtype. If
+                the model was loaded from a checkpoint of a multimodal model, the names may also be of that whole model.
+                Tensors outside the language model (a vision tower, draft heads) are left out.
 
         Raises:
             CheckpointError: tensors are missing, unexpected or misshapen; the message lists all of them, and the model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ligermodels.convert.export_spec import ExportSpec
 from ligermodels.convert.loading import Spec
 from ligermodels.convert.ranks import Ranks
+from ligermodels.convert.shards import is_dtensor
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, short
 from ligermodels.layers.initialization import persistent_tensors
@@ -60,27 +61,52 @@ def export_state_dict(model: nn.Module, weight_map: WeightMap) -> dict[str, Tens
     return tensors | {alias: tensors[original] for alias, original in weight_map.aliases.items()}
 
 
+def known_layouts(spec: ExportSpec, config: DecoderConfig, stored: Collection[str] = ()) -> list[WeightMap]:
+    """The weight maps by which the weights of a model may come: of the checkpoint that it was loaded from, then all of
+    its family; and of the family of its language model, where the checkpoint holds more than that.
+
+    Args:
+        spec: how the model is written.
+        config: the decoder's config.
+        stored: names of the tensors, see `Family.layouts_for`.
+    """
+    configs, maps = [spec.hf_config], list[WeightMap]()
+    if spec.source is not None:
+        configs, maps = [spec.source.hf_config, spec.hf_config], [spec.source.weight_map]
+    families = {family.model_type: family for family in map(family_of, configs)}
+    return maps + [weight_map for family in families.values() for weight_map in family.weight_maps(config, stored)]
+
+
 def load_state_dict(model: Any, state_dict: Mapping[str, Tensor]) -> None:
-    """Fill `model` from a state dict in any layout of its family; see `CausalLM.load_hf_state_dict`."""
-    state = persistent_tensors(model)
-    _check(state_dict)
-    family = family_of(model.hf_config)
-    weight_map = nearest_layout(family.weight_maps(model.config, state_dict), state_dict, state)
-    check_head(weight_map, state_dict, can_tie=partial(family.can_tie, model.hf_config))
+    """Fill `model` from a state dict in any of its `known_layouts`; see `CausalLM.load_hf_state_dict`."""
+    state, spec = persistent_tensors(model), model.require_export_spec()
+    check_state_dict(state_dict)
+    weight_map = nearest_layout(known_layouts(spec, model.config, state_dict), state_dict, state)
+    check_head(weight_map, state_dict, can_tie=partial(family_of(spec.hf_config).can_tie, spec.hf_config))
     weight_map.load(StateDict(state_dict), state)
 
 
-def _check(state_dict: Any) -> None:
-    """CheckpointError unless `state_dict` maps names to dense tensors with values."""
+def check_state_dict(state_dict: Any, where: str = "state_dict") -> Mapping[str, Tensor]:
+    """Returns `state_dict`. CheckpointError, which begins with `where`, unless it maps names to whole, dense tensors
+    with values."""
     if not isinstance(state_dict, Mapping):
-        raise CheckpointError(f"state_dict: must map names to tensors, got a {type(state_dict).__name__}")
+        raise CheckpointError(f"{where}: must map names to tensors, got a {type(state_dict).__name__}")
     for name, tensor in state_dict.items():
         if not isinstance(name, str):
-            raise CheckpointError(f"state_dict: has the key {short(name)}, which is no name")
+            raise CheckpointError(f"{where}: has the key {short(name)}, which is no name")
         if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"state_dict: {short(name)} is no tensor, but a {type(tensor).__name__}")
+            raise CheckpointError(f"{where}: {short(name)} is no tensor, but a {type(tensor).__name__}")
+        if is_dtensor(tensor):
+            raise CheckpointError(
+                f"{where}: {name} is a DTensor; give whole tensors, as get_model_state_dict of "
+                "torch.distributed.checkpoint.state_dict returns with full_state_dict=True"
+            )
         if tensor.layout is not torch.strided or tensor.is_meta:
-            raise CheckpointError(f"state_dict: {name} has no dense values: {tensor.layout} on {tensor.device}")
+            raise CheckpointError(
+                f"{where}: {name} has no dense values: {tensor.layout} on {tensor.device}; weights that accelerate "
+                "offloads (device_map) are on the meta device: load the model without that"
+            )
+    return state_dict
 
 
 def nearest_layout(layouts: Sequence[WeightMap], headers: Mapping[str, Spec], state: Mapping[str, Tensor]) -> WeightMap:

@@ -87,7 +87,7 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("tensor", FAULTS)
 def test_one_changed_weight_is_found(untied: Path, tmp_path: Path, tensor: str) -> None:
-    every_token = range(CONFIGS["llama-3.1"]["vocab_size"] - 4)
+    every_token = torch.arange(CONFIGS["llama-3.1"]["vocab_size"] - 4)[None]
     report = verify(untied, reference=changed(untied, tmp_path / "other", tensor), input_ids=every_token)
     assert report.first_mismatch is not None and not report.passed
     assert report.first_mismatch.name == FAULTS[tensor]
@@ -129,8 +129,12 @@ def test_nan_in_both_models_fails(untied: Path, tmp_path: Path) -> None:
 
 
 def test_bad_input(untied: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="at least one token"):
-        verify(untied, input_ids=[])
+    for input_ids in ([], torch.empty(1, 0, dtype=torch.long)):
+        with pytest.raises(InputError, match="input_ids are empty"):
+            verify(untied, input_ids=input_ids)
+    for wrong in ("text", [1.5], torch.tensor([1.5])):
+        with pytest.raises(InputError, match="input_ids must be"):
+            verify(untied, input_ids=wrong)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="tokens: must be a whole number of at least 1, got -1"):
         verify(untied, tokens=-1)
     with pytest.raises(InputError, match="131"):
@@ -160,7 +164,7 @@ def test_the_size_of_scores_is_of_attention(name: str) -> None:
     model = lm.from_config(FAMILIES[name], device="meta", dtype=torch.float32)
     size = FAMILIES[name]["num_attention_heads"] * 4  # GiB
     with pytest.warns(UserWarning, match=f"scores of 32,768 tokens take {size}.0 GiB"):
-        _warn_of_scores(model, 2**15)
+        _warn_of_scores(model, 1, 2**15)
 
 
 def test_the_beginning_of_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ REPOS: dict[str, dict[str, bytes]] = {
     "some/code": {**CODE, **SINGLE, **NEVER},
     "some/single": {**SMALL, **SINGLE, **NEVER},
     "some/sharded": {**SMALL, **INDEX, **SHARDS, **NEVER},
-    "some/both": {**SMALL, **SINGLE, **INDEX, **SHARDS},
+    "some/both": {**SMALL, **SINGLE, **INDEX, **SHARDS, **ADAPTER},
     "some/gated": {**SMALL, **SINGLE},
     "some/pickles": {**SMALL, **NEVER},
     "some/bare": dict(SINGLE),
@@ -127,7 +127,8 @@ def test_only_what_is_needed_is_fetched_and_then_found_offline(hub: Hub, tmp_pat
     wanted = {
         "some/single": {**SMALL, **SINGLE},
         "some/sharded": {**SMALL, **INDEX, **SHARDS},
-        "some/both": {**SMALL, **INDEX, **SINGLE},  # As transformers does.
+        # As transformers does; and the config of an adapter, for a warning.
+        "some/both": {**SMALL, **INDEX, **SINGLE, "adapter_config.json": b"{}"},
         "some/code": {**CODE, **SINGLE},
     }
     calls = [{"name_or_path": repo} for repo in wanted]
@@ -178,6 +179,7 @@ def test_each_failure_has_its_error(hub: Hub, tmp_path: Path) -> None:
         ({"name_or_path": "no/such"}, "HubError", "no/such: no such local folder, nor such a repository on the hub"),
         ({"name_or_path": "some/single", "revision": "v9"}, "HubError", "some/single: has no revision 'v9'"),
         ({"name_or_path": "some/bare"}, "HubError", "some/bare: the repository has no config.json"),
+        ({"name_or_path": "some/adapter"}, "HubError", "some/adapter: holds an adapter: open its base model, then"),
         ({"name_or_path": "some/pickles"}, "HubError", "some/pickles: the repository has no model.safetensors and no"),
         (
             {"name_or_path": "some/torn"},

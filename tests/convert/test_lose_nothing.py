@@ -107,6 +107,19 @@ def test_every_tensor_goes_out_again(name: str, write: Callable[[Path, Path], No
     assert bool(info["unexpected_keys"]) == (name in ("llama-3", "glm4_moe"))
 
 
+@pytest.mark.parametrize("name", [*CLAIMS, "mistral3"])
+def test_state_dicts_of_whole_checkpoints_are_taken(name: str, tmp_path: Path) -> None:
+    """Of the files, and of transformers' model around the language model."""
+    oracle = make(name, tmp_path / "model").from_pretrained(tmp_path / "model")
+    model, wanted = lm.from_pretrained(tmp_path / "model"), lm.from_pretrained(tmp_path / "model").hf_state_dict()
+    for whole in (stored(tmp_path / "model"), oracle.state_dict()):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        model.load_hf_state_dict(whole)
+        assert all(torch.equal(tensor, wanted[key]) for key, tensor in model.hf_state_dict().items())
+
+
 def save_shards(rank: int, folder: Path, mesh: DeviceMesh) -> None:
     model = lm.from_pretrained(folder / "model", plan=lm.ParallelPlan(shard=2))
     with torch.no_grad():

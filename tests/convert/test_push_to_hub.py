@@ -123,6 +123,22 @@ def test_the_license_of_a_local_base_is_copied_and_the_base_is_not_named(hub: Hu
     assert hub.repos["me/mine"]["LICENSE.txt"] == b"the license"
 
 
+def test_weights_of_an_earlier_checkpoint_are_removed(hub: Hub, push: Push, tmp_path: Path) -> None:
+    """A single file would be read in place of new shards, and an adapter by itself in place of the model."""
+    lm.from_config(zoo.CONFIGS["llama-3"]).save_pretrained(tmp_path / "base")
+    adapter = {"adapter_config.json": b"{}", "adapter_model.safetensors": b""}
+    hub.repos["me/mine"] = {"tokenizer.json": b"{}", **adapter}
+    for size in ("5GB", "60KB", "5GB"):
+        assert push(str(tmp_path / "base"), repo_id="me/mine", max_shard_size=size)[0] == "url"
+        files = hub.repos["me/mine"]
+        weights = {name for name in files if "safetensors" in name}
+        assert ("model.safetensors" in weights) == (len(weights) == 1) == (size == "5GB")
+        assert files["tokenizer.json"] == b"{}" and not adapter.keys() & files.keys()
+    hub.repos["me/mine"] |= adapter  # beside a model it stays
+    assert push(str(tmp_path / "base"), repo_id="me/mine")[0] == "url"
+    assert adapter.items() <= hub.repos["me/mine"].items()
+
+
 def test_what_cannot_be_written_is_an_error_that_names_it(hub: Hub, push: Push, tmp_path: Path) -> None:
     lm.from_config(zoo.CONFIGS["llama-3"]).save_pretrained(tmp_path / "base")
     kind, message = push(str(tmp_path / "base"), token="hf_refused", repo_id="me/mine")

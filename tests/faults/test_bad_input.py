@@ -201,7 +201,9 @@ def test_bad_prompts(model: lm.CausalLM) -> None:
         model.generate([[3]], max_new_tokens=0)
 
 
-def test_model_composed_by_hand_has_no_checkpoint_layout(model: lm.CausalLM, tmp_path: Path) -> None:
+def test_models_that_cannot_be_saved(model: lm.CausalLM, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.export_spec"):
         lm.CausalLM(model.config).save_pretrained(tmp_path / "out")
+    with pytest.raises(InputError, match="meta device, without weights: load it on another to save it"):
+        lm.from_config(model.hf_config, device="meta").save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -92,7 +92,10 @@ class _Handler(BaseHTTPRequestHandler):
                 repo = f"{owner}/{name}"
                 hub.commits.append((repo, branch, header["value"]["summary"], proposed))
                 for file in files:
-                    hub.repos[repo][file["value"]["path"]] = base64.b64decode(file["value"]["content"])
+                    path, content = file["value"]["path"], file["value"].get("content")
+                    hub.repos[repo].pop(path, None)
+                    if file["key"] == "file":  # and not "deletedFile"
+                        hub.repos[repo][path] = base64.b64decode(content)
                 url = f"{hub.url}/{repo}/commit/{COMMIT}"
                 self._json({"commitUrl": url, "commitOid": COMMIT, "pullRequestUrl": f"{hub.url}/{repo}/discussions/1"})
             case _:

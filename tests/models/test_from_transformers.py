@@ -66,6 +66,9 @@ def test_a_state_dict_that_does_not_fit_changes_nothing_and_all_faults_are_liste
     with pytest.raises(CheckpointError, match=r"q_proj\.extra"):
         lm.from_transformers(hf, consume=True)
     assert all(p.numel() for p in hf.parameters())
+    hf.model.norm.to("meta")  # as weights are that accelerate offloads
+    with pytest.raises(CheckpointError, match=r"from_transformers: model\.norm\.weight .*on meta; .*accelerate"):
+        lm.from_transformers(hf, device="cpu")
 
 
 @pytest.mark.parametrize("name", sorted({*zoo.OF_EACH_KIND} - zoo.ONLY_NATIVE))

@@ -19,6 +19,7 @@ from zoo_oracles import NULLS
 
 import ligermodels as lm
 from ligermodels.errors import ConfigError, InputError
+from ligermodels.integrations.cache_name import NAME
 from ligermodels.integrations.decoder import HFDecoder
 
 TOKENS = 23
@@ -117,6 +118,23 @@ def test_a_native_model_gives_the_numbers_of_transformers(name: str, monkeypatch
     assert torch.equal(hf(inputs["input_ids"], labels=inputs["labels"]).logits, logits)
 
 
+@pytest.mark.parametrize("name", sorted({*zoo.OF_EACH_KIND, *zoo.MAMBAS} - zoo.ONLY_NATIVE))
+def test_passes_with_a_cache_in_bfloat16(name: str) -> None:
+    """They run transformers' code, which has float32 beside bfloat16, with native norms and activations."""
+    hf, ids = make(name).to(torch.bfloat16).eval(), batch()["input_ids"]
+
+    @torch.no_grad()
+    def logits() -> Tensor:
+        prefill = hf(ids[:, :-1], use_cache=True)
+        step = hf(ids[:, -1:], **{NAME: getattr(prefill, NAME)})
+        return torch.cat([prefill.logits, step.logits], dim=1)
+
+    wanted = logits().float()
+    lm.nativize(hf)
+    # In the mean: rounding sends some tokens to other experts.
+    assert (logits().float() - wanted).abs().mean() < 0.1 * wanted.abs().mean()
+
+
 @pytest.mark.parametrize("name", sorted(zoo.ONLY_NATIVE))
 def test_layers_without_a_counterpart_are_refused(name: str) -> None:
     """Before anything is changed."""
@@ -145,6 +163,37 @@ def test_a_batch_in_bfloat16_by_autocast() -> None:
         loss = loss_and_gradients(lm.nativize(hf), **inputs)[0].loss
     assert loss.dtype == wanted.dtype
     assert_close(loss, wanted, rtol=2e-2, atol=0)
+
+
+class Wide(nn.Linear):
+    """Returns float32 under autocast, as many adapters of PEFT do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.float())
+
+
+@pytest.mark.parametrize("name", ["llama-3", "deepseek_v2-greedy", "gemma4_text-per-layer-inputs", "kimi_linear"])
+def test_projections_in_float32_under_autocast(name: str) -> None:
+    """One by one, so that their results meet those of others in bfloat16."""
+    inputs = batch()
+    found: dict[bool, list[Tensor]] = {}
+    for native in (False, True):
+        hf = make(name)
+        layers = [m for m in hf.get_decoder().layers.modules() if type(m) is nn.Linear]
+        names = {key.rpartition(".")[2] for key, m in hf.named_modules() if m in layers}
+        hf = lm.nativize(hf) if native else hf
+        found[native] = []
+        for own in sorted(names):
+            changed = [m for key, m in hf.named_modules() if key.rpartition(".")[2] == own and m in layers]
+            for module in changed:
+                module.__class__ = Wide
+            with torch.autocast("cpu", torch.bfloat16):
+                found[native].append(loss_and_gradients(hf, **inputs)[0].loss.detach())
+            for module in changed:
+                module.__class__ = nn.Linear
+    assert len(found[True]) > 5
+    assert_close(torch.stack(found[True]), torch.stack(found[False]), rtol=0.02, atol=0.0)
 
 
 @pytest.mark.parametrize("name", ["llama-3", "mistral-window"])

@@ -15,7 +15,8 @@ from two_ranks import in_two_ranks
 
 import ligermodels as lm
 from ligermodels.convert import publish
-from ligermodels.errors import InputError
+from ligermodels.errors import CheckpointError, InputError
+from ligermodels.integrations import wrap
 from ligermodels.layers.initialization import persistent_tensors
 from ligermodels.speculative.joint import frozen_copy
 
@@ -40,6 +41,9 @@ def weights(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         model(ids)
         model.load_hf_state_dict({key: tensor + 1 for key, tensor in wanted.items()})
         torch.testing.assert_close(model.hf_state_dict(), {key: x + 1 for key, x in wanted.items()}, rtol=0, atol=0)
+        for target in (plain, model):  # several threads copy, and would enter collective calls in different orders
+            with pytest.raises(CheckpointError, match="is a DTensor; give whole tensors"):
+                target.load_hf_state_dict(pushed)
 
     # Parameters of heads are in the group of the whole model.
     both: list[lm.MedusaModel] = []
@@ -65,6 +69,7 @@ def changes(rank: int, folder: Path, mesh: DeviceMesh) -> None:
         "merge_lora": lambda: lm.merge_lora(adapted),
         "quantize": lambda: lm.quantize(model, "int4"),
         "float8": lambda: lm.float8(model),
+        "wrap": lambda: wrap(model),
     }
     for name, call in calls.items():
         model(ids), adapted(ids)

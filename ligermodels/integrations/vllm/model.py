@@ -20,7 +20,6 @@ from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, Suppo
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ligermodels.convert.source_checkpoint import SourceCheckpoint
-from ligermodels.convert.weight_map import WeightMap
 from ligermodels.convert.weight_stream import WeightStream
 from ligermodels.errors import CheckpointError, ConfigError, LigerModelsError
 from ligermodels.integrations.vllm import HYBRID_ARCHITECTURE
@@ -32,8 +31,8 @@ from ligermodels.layers import Block
 from ligermodels.layers.initialization import allocate, initialize_buffers, persistent_tensors
 from ligermodels.layers.sharding import is_tensor_parallel
 from ligermodels.models.causal_lm import CausalLM
-from ligermodels.models.families import family_of
 from ligermodels.models.inputs import check_boundaries
+from ligermodels.models.state_dict import known_layouts
 from ligermodels.parallel.tensor import check_tensor_parallel, tensor_parallel
 from ligermodels.pretrained import from_pretrained
 
@@ -104,7 +103,8 @@ class LigerModelsForCausalLM(nn.Module, SupportsEagle3, SupportsMRoPE):
         self._channels, self._model_config = model_config.mrope_num_dims, model_config
         # vLLM moves parameters to the meta device while it reloads weights, and then puts these tensors back.
         self._tensors = persistent_tensors(model)
-        self._stream = None if self._is_quantized else WeightStream(_layouts(model), self._tensors)
+        layouts = known_layouts(model.require_export_spec(), model.config)
+        self._stream = None if self._is_quantized else WeightStream(layouts, self._tensors)
 
     @classmethod
     def _check_states(cls, recurrent: list[str], vllm_config: VllmConfig) -> None:
@@ -356,12 +356,3 @@ def _check_feed_forward(model: CausalLM) -> None:
                     f"blocks[{number}].{name}: {type(layers[name]).__name__} is not token_wise, and a batch of vLLM "
                     "holds tokens of several requests"
                 )
-
-
-def _layouts(model: CausalLM) -> list[WeightMap]:
-    """The weight maps by which weights may come: the layout of the model's own checkpoint, then all of its family, and
-    of the family of its language model where the checkpoint holds more than one."""
-    spec = model.require_export_spec()
-    source = cast(SourceCheckpoint, spec.source)
-    families = {family.model_type: family for family in map(family_of, (source.hf_config, spec.hf_config))}
-    return [source.weight_map, *(layout for each in families.values() for layout in each.weight_maps(model.config))]
