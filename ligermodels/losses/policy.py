@@ -222,7 +222,7 @@ def _checked_options(loss_type: str, chosen: Mapping[str, Any]) -> Options:
     for name, value in chosen.items():
         if name == "num_items_in_batch":
             check_finite(OP, **{name: value})
-        elif name not in CLIPPING or value != math.inf:  # an infinite range does not clip
+        elif name not in CLIPPING or not isinstance(value, float) or value != math.inf:  # such a range does not clip
             check_positive(OP, **{name: value})
     options = {**defaults, **chosen}
     if "epsilon" in options and options["epsilon_high"] is None:

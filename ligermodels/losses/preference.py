@@ -122,13 +122,13 @@ def _direct_loss(
     check_choice(name, "f_divergence_type", f_divergence_type, SCORES)
     check_positive(name, beta=beta, **given(discopop_tau=discopop_tau))
     check_finite(name, **given(f_alpha_divergence_coef=f_alpha_divergence_coef, num_nll_tokens=num_nll_tokens))
+    smoothing = _checked_label_smoothing(name, label_smoothing)
     chosen_type = LOSS_TYPES[loss_type]
     divergence = None if f_divergence_type == "reverse_kl" else f_divergence_type
     check_used(
         name, loss_type, chosen_type.options,
-        label_smoothing=label_smoothing or None, discopop_tau=discopop_tau, f_divergence_type=divergence,
+        label_smoothing=smoothing or None, discopop_tau=discopop_tau, f_divergence_type=divergence,
     )  # fmt: skip
-    smoothing = _checked_label_smoothing(name, label_smoothing)
     if loss_type == "exo_pair" and not smoothing:
         raise InputError(f"{name}: loss_type 'exo_pair' needs label_smoothing above 0; its paper takes 0.001")
     if f_alpha_divergence_coef is not None and f_divergence_type != "alpha_divergence":
