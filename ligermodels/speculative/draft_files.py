@@ -205,7 +205,7 @@ def profile_named(name: str, profiles: Mapping[str, Profile], kind: str, config:
     Raises:
         InputError: there is none, or it cannot hold the head.
     """
-    if name not in profiles:
+    if not isinstance(name, str) or name not in profiles:
         raise InputError(f"profile: must be one of {', '.join(profiles)} for {kind}, got {short(name)}")
     if not profiles[name].reduced and config.draft_vocab_size < config.decoder.vocab_size:
         raise InputError(f"profile {name!r}: holds no reduced draft vocabulary; export profile='speculators'")
