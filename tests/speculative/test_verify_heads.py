@@ -186,6 +186,19 @@ def first_mismatch(folder: Path, change: Any, check: str, message: str) -> None:
     assert after == [None] * len(after)
 
 
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"num_heads": 2}, "num_heads: config.json says 2 instead of 3"),
+    ({"num_hidden_layers": 1}, "num_hidden_layers: config.json says 1 instead of 2"),
+    ({"vocab_size": 60}, "vocab_size: config.json says 60 instead of 61"),
+    ({"medusa_fc_bias": None}, "medusa_fc_bias: is False in config.json, and the ResBlocks have biases"),
+], ids=lambda value: value if isinstance(value, str) else "changed")  # fmt: skip
+def test_a_mistake_in_medusa_heads_for_vllm_is_the_first_mismatch(
+    fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    stirred(lm.MedusaModel.from_base(base(), 3, 2)).save_pretrained(tmp_path)
+    first_mismatch(tmp_path, changed(**fields), "heads", message)
+
+
 def nested(name: str, **fields: Any) -> Callable[..., None]:
     return lambda config, tensors: config[name].update(fields)
 
