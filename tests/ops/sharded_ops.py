@@ -171,7 +171,6 @@ def check_vocabulary_shards(mesh: Any, kernels: bool) -> None:
         check_equal(*results, f"cross_entropy, {options}", tolerances)
         for found in results:
             (found[0] * found[0].sin()).sum().backward()
-        assert shards.grad.placements == (Shard(2),)
         check_equal([whole.grad], [shards.grad], f"cross_entropy, {options}", tolerances)
 
 

@@ -63,7 +63,9 @@ def test_several_tiles(kernels_device: torch.device, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.kernels
-def test_tiles_that_do_not_fit_are_followed_by_smaller_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_that_do_not_fit_are_followed_by_smaller_ones(
+    monkeypatch: pytest.MonkeyPatch, kernels_device: torch.device
+) -> None:
     """Compilers need more shared memory on some GPUs than on others; later launches begin with what has fitted."""
     tried = []
 
@@ -79,7 +81,7 @@ def test_tiles_that_do_not_fit_are_followed_by_smaller_ones(monkeypatch: pytest.
     monkeypatch.setattr(triton_attention, "_too_large", {})
     monkeypatch.setattr(triton_attention, "shared_memory", lambda _: 224_256)
     monkeypatch.setattr(triton_attention, "attention_forward_kernel", Kernel())
-    q = torch.zeros(1, 70, 2, 128, dtype=torch.bfloat16)
+    q = torch.zeros(1, 70, 2, 128, dtype=torch.bfloat16, device=kernels_device)
     for _ in range(2):
         attention(q, q, q, backend="triton")
     assert tried == [(128, 128, 2), (128, 128, 1), *[(128, 64, n) for n in (3, 2, 1)], (64, 64, 3), (64, 64, 3)]

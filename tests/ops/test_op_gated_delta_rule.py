@@ -250,7 +250,10 @@ def test_fla_is_the_reference(lengths: list[int]) -> None:
     state = None if packed else torch.randn(1, 4, 64, 128, device="cuda")
     found = []
     for backend in ("reference", "fla"):
-        o, last = ops.gated_delta_rule(**given, initial_state=state, cu_seqlens=bounds, backend=backend)
+        try:
+            o, last = ops.gated_delta_rule(**given, initial_state=state, cu_seqlens=bounds, backend=backend)
+        except BackendError as refusal:
+            pytest.skip(str(refusal))
         loss = (o.float().square().sum() + last.square().sum()) / 100
         found.append([o, last, *torch.autograd.grad(loss, list(given.values()))])
     for name, wanted, ours in zip(("o", "state", *given), *found, strict=True):

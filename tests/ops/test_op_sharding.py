@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from ligermodels.ops.runtime.dispatch import INTERPRETED
+
 
 @pytest.mark.kernels
+@pytest.mark.skipif(not INTERPRETED, reason="Triton compiles here, and its interpreter may be too old for numpy")
 def test_two_ranks() -> None:
     """By the reference, which is plain torch, and by the kernels, in Triton's interpreter."""
     with socket.socket() as server:

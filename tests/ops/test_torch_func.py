@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ligermodels import ops
 
-# A mask, or the sign of weights, is read before the op.
+# A mask, or the sign of weights, is read before the op; on a GPU it is asserted there, and attention reads addresses.
 REFUSED = r"must override the setup_context|vmap: .* (\.item\(\)|data-dependent control flow)"
-"""torch's errors for an autograd.Function, or a read of values, in a transform."""
+REFUSED += r"|Batching rule not implemented for aten::_assert_async|Cannot access data pointer of Tensor"
+"""torch's errors for an autograd.Function, or a read of values or of an address, in a transform."""
 CPU = torch.device("cpu")
 
 

@@ -12,7 +12,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ligermodels.ops.attention.backend import FLASH_HEAD_DIM, HALF, AttentionRequest, Backend, repeat_heads
+from ligermodels.ops.attention.backend import (
+    FLASH_HEAD_DIM,
+    HALF,
+    AttentionRequest,
+    Backend,
+    refuses_scale,
+    repeat_heads,
+)
 from ligermodels.ops.attention.flash_attention_4 import flash_attention_4, flash_options
 
 _MODULES = {"flash-attn-4": "flash_attn.cute", "flash-attn-3": "flash_attn_interface", "flash-attn-2": "flash_attn"}
@@ -46,7 +53,7 @@ def _limit(name: str, request: AttentionRequest) -> str | None:
         return f"packed sequences of head_dim {request.head_dim}: their gradients are not known to be right"
     if request.compiling and name != "flash-attn-4":
         return "torch.compile is not known to trace it"
-    return None if INSTALLED[name] else not_installed(name)
+    return refuses_scale(request) if INSTALLED[name] else not_installed(name)
 
 
 def not_installed(name: str) -> str:

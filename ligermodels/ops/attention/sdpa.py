@@ -18,6 +18,7 @@ from ligermodels.ops.attention.backend import (
     AttentionRequest,
     Backend,
     needs_mask,
+    refuses_scale,
     repeat_heads,
     visible,
 )
@@ -28,13 +29,6 @@ _LONG = 512
 set-up."""
 
 _CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
-def _limit(request: AttentionRequest) -> str | None:
-    if request.compiling:  # a number may be a symbol, which has no value yet
-        return None
-    # Torch's kernels scale the scores after they mask them: -inf times such a number is inf or NaN.
-    return None if request.softmax_scale > 0 else "it needs a softmax_scale above 0"
 
 
 def _run(
@@ -127,4 +121,4 @@ def _with_sinks(
 
 
 _LACKS = {"softcap": "torch's scaled_dot_product_attention has no softcap"}
-SDPA = Backend("sdpa", _run, lacks=_LACKS, limit=_limit)
+SDPA = Backend("sdpa", _run, lacks=_LACKS, limit=refuses_scale)

@@ -15,7 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.ops.attention.backend import FLASH_HEAD_DIM, HALF, AttentionRequest, Backend, needs_mask, query_bounds
+from ligermodels.ops.attention.backend import (
+    FLASH_HEAD_DIM,
+    HALF,
+    AttentionRequest,
+    Backend,
+    needs_mask,
+    query_bounds,
+    refuses_scale,
+)
 from ligermodels.ops.runtime.library import always, custom_op, is_fake, once_differentiable
 
 _PARAMETERS = {
@@ -58,7 +66,7 @@ def _limit(request: AttentionRequest) -> str | None:
         return f"it takes heads of up to {FLASH_HEAD_DIM} channels, not {width}"
     if request.compiling and request.packed:
         return "its memory grows with the number of documents, which torch.compile bounds by the number of tokens"
-    return None
+    return refuses_scale(request)
 
 
 def _run(
