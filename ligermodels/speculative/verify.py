@@ -124,7 +124,7 @@ def _medusa_checks(base: CausalLM, config: dict[str, Any], heads: Heads) -> Iter
             for head in range(shape.num_heads):
                 ours, formula = hidden, hidden.double()
                 for layer in range(shape.num_layers):
-                    block = ResBlock(shape.hidden_size)
+                    block = ResBlock(shape.hidden_size).float()
                     for part, parameter in block.linear.named_parameters():
                         if (name := names.get(f"heads.{head}.layers.{layer}.linear.{part}")) is not None:
                             with torch.no_grad():

@@ -118,8 +118,13 @@ def test_right_medusa_and_mtp_heads_pass(tmp_path: Path) -> None:
         ("medusa", "Medusa", MODEL), ("tgi", "Medusa", MODEL), ("mtp", "MTP", MODEL),
         ("whole", "MTP", {**MODEL, "model_type": "gemma2"}),
     ):  # fmt: skip
-        report = verify_heads(tmp_path / name, config)
-        assert report.passed and report.kind == kind, report.checks
+        for dtype in (torch.bfloat16, torch.float32):  # whatever torch's default is
+            torch.set_default_dtype(dtype)
+            try:
+                report = verify_heads(tmp_path / name, config)
+            finally:
+                torch.set_default_dtype(torch.float32)
+            assert report.passed and report.kind == kind, report.checks
 
 
 def eagle_ids(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
