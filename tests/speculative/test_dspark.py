@@ -750,6 +750,9 @@ def test_a_softcap_and_a_scale_of_the_embeddings_in_files(kind: str, profile: st
     hidden = torch.randn(3, 24)
     for project in (capped.projection.logits, capped.project_with(torch.float32)):
         torch.testing.assert_close(project(hidden), 2 * (model.projection.logits(hidden) / 2).tanh())
+    plain = model.project_with(torch.bfloat16)
+    large = hidden.bfloat16() * (9 / plain(hidden.bfloat16()).max())  # capped in bfloat16, several would be equal to 2
+    assert torch.equal(capped.project_with(torch.bfloat16)(large).argmax(-1), plain(large).argmax(-1))
     export_named(capped, again, profile, "x")
     assert type(model).from_pretrained(base, again).config == capped.config != model.config
     assert verify_heads(again, SOFTCAPPED).passed
