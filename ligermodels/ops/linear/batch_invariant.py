@@ -2,7 +2,8 @@
 
 On a GPU one Triton kernel computes tiles whose sizes depend on N, K, dtype and device alone. Each program adds the
 products of a tile in steps of BLOCK_K, from the first to the last, in float32: there is no split of K. On a CPU torch
-multiplies blocks of ROWS rows, the last of them padded, so that its library is always called with the same shapes.
+multiplies the weight by blocks of ROWS rows as columns, the last block padded, so that its library is always called
+with the same shapes.
 
 The backward pass is torch's: gradients of a weight are sums over the batch in any case.
 """
@@ -20,11 +21,10 @@ from ligermodels.ops.runtime.launcher import kernel
 from ligermodels.ops.runtime.library import custom_op, is_dtensor, is_fake, once_differentiable
 from ligermodels.ops.runtime.tensors import contiguous, count_rows, under_autocast
 
-_WIDE = "AVX512" in torch.backends.cpu.get_cpu_capability()
-"""Without AVX-512, MKL's bits of a row depend on its place among the rows of the left operand, and not on its place
-among columns of the right one, if their number is a multiple of its tiles' (4, 6 or 12)."""
-ROWS = 16 if _WIDE else 48
-"""Rows of a block on the CPU."""
+ROWS = 48
+"""Rows of a block on the CPU. In MKL 2024.2, and on processors without AVX-512, the bits of a row may depend on its
+place among the rows of the left operand, and not on its place among columns of the right one, if their number is a
+multiple of the tiles' (4, 6, 12 or 16)."""
 _TENSORS = Signature(x="... K", weight="N K =x", bias="N =x ?")
 _ALIGNED = 16  # bytes: where x begins; then every launch loads it alike
 
@@ -91,10 +91,9 @@ def batch_invariant_into(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | No
     for start in range(0, len(x), ROWS):
         rows = x[start : start + ROWS]
         block = F.pad(rows, (0, 0, 0, ROWS - len(rows)))
-        left, right = (block, weight.t()) if _WIDE else (weight, block.t().contiguous())
-        added = bias if _WIDE or bias is None else bias[:, None]
-        product = torch.mm(left, right) if added is None else torch.addmm(added, left, right)
-        y[start : start + ROWS] = (product if _WIDE else product.t())[: len(rows)]
+        columns = block.t().contiguous()
+        product = torch.mm(weight, columns) if bias is None else torch.addmm(bias[:, None], weight, columns)
+        y[start : start + ROWS] = product.t()[: len(rows)]
     return y
 
 
