@@ -14,6 +14,7 @@ from ligermodels.errors import InputError
 from ligermodels.generation.eval_mode import evaluating
 from ligermodels.layers import Targets
 from ligermodels.models.causal_lm import CausalLM
+from ligermodels.models.native import check_native
 from ligermodels.models.prepared_batch import prepare_batch
 from ligermodels.models.reference_kl import divergence_and_losses
 from ligermodels.parallel.ranks import DataRanks
@@ -38,12 +39,13 @@ def evaluate(model: CausalLM, batches: Iterable[Batch]) -> float:
         The loss, 0 without any target.
 
     Raises:
-        InputError: there is no batch.
+        InputError: there is no batch, or one without labels; or the model is not native.
 
     Examples:
         >>> ids = torch.arange(3, 40)[None]
         >>> perplexity(evaluate(model, [Batch({"input_ids": ids, "labels": ids})]))
     """
+    check_native(model, "evaluate")
     losses, counts = [], []
     with evaluating(model):
         ranks = DataRanks.of(model)
@@ -93,7 +95,7 @@ def evaluate_kl(model: CausalLM, reference: CausalLM, batches: Iterable[Batch]) 
         The KL divergence and the losses of both models, means over all targets.
 
     Raises:
-        InputError: there is no batch.
+        InputError: there is no batch, or one without labels; or a model is not native, or has another vocabulary.
 
     Examples:
         >>> model = lm.from_pretrained(name, dtype=torch.bfloat16, quantize="int4")
@@ -101,6 +103,11 @@ def evaluate_kl(model: CausalLM, reference: CausalLM, batches: Iterable[Batch]) 
         >>> ids = torch.arange(3, 40)[None]
         >>> evaluate_kl(model, reference, [Batch({"input_ids": ids, "labels": ids})]).perplexity_change
     """
+    for each in (model, reference):
+        check_native(each, "evaluate_kl")
+    sizes = [each.config.vocab_size for each in (model, reference)]
+    if sizes[0] != sizes[1]:
+        raise InputError(f"reference: has a vocabulary of {sizes[1]:,} tokens, and the model one of {sizes[0]:,}")
     sums, counts = [], []
     with evaluating(model), evaluating(reference):
         ranks = DataRanks.of(model)

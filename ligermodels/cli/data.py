@@ -165,14 +165,16 @@ def _rows(facts: dict[str, Any], recipe: FineTuningRecipe) -> Iterator[tuple[str
     if facts["unusable"]:
         yield "unusable lines", f"{facts['unusable']:,}"
     yield "tokens", f"{facts['tokens']:,}"
-    yield "tokens trained on", f"{facts['trained_tokens']:,}"
-    noun = recipe.data_form.record
+    noun, samples = recipe.data_form.record, recipe.data_form.samples
+    if not samples:
+        yield "tokens trained on", f"{facts['trained_tokens']:,}"
     for percent, length in facts["lengths"].items():
         name = {"0": f"the shortest {noun}", "100": f"the longest {noun}"}.get(percent, f"percentile {percent}")
         yield f"tokens of a {noun}: {name}", f"{length:,}"
-    yield f"sequences of up to {recipe.row_tokens:,} tokens", f"{facts['sequences']:,}"
-    yield "tokens in sequences", f"{facts['used_tokens']:,}"
-    yield "tokens trained on in sequences", f"{facts['targets']:,}"
+    if not samples:
+        yield f"sequences of up to {recipe.row_tokens:,} tokens", f"{facts['sequences']:,}"
+        yield "tokens in sequences", f"{facts['used_tokens']:,}"
+        yield "tokens trained on in sequences", f"{facts['targets']:,}"
     for reason, (documents, tokens) in facts["notes"].items():
         yield f"documents that {reason}", f"{documents:,}"
         if tokens:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.arguments import IGNORE_INDEX
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, short
 
 
 class Batch(dict[str, Tensor]):
@@ -48,10 +48,12 @@ class CountsTargets(Protocol):
 def count_targets(model: CountsTargets, parts: Iterable[Batch]) -> Tensor:
     """Total number of targets of several batches, with the shape that `num_targets` returns.
 
-    The summed loss of the batches, divided by it, is their mean loss. Raises InputError for a batch without labels.
+    The summed loss of the batches, divided by it, is their mean loss. Raises InputError for a batch without labels, or
+    that is no dict of tensors.
     """
     counts = []
     for batch in parts:
+        _check_batch(batch)
         if "labels" not in batch:
             raise InputError(f"labels: a batch has none, only {', '.join(batch)}")
         bounds = {name: batch[name] for name in ("position_ids", "cu_seqlens", "attention_mask") if name in batch}
@@ -59,9 +61,20 @@ def count_targets(model: CountsTargets, parts: Iterable[Batch]) -> Tensor:
     return torch.stack(counts).sum(0)
 
 
-def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Copy a batch to `device`; asynchronously from the CPU to a GPU."""
+def on_device(batch: Mapping[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:
+    """Copy a batch to `device`; asynchronously from the CPU to a GPU. Raises InputError unless it is a dict of
+    tensors."""
+    _check_batch(batch)
+    device = torch.device(device)
     if device.type != "cuda":
         return {name: tensor.to(device) for name, tensor in batch.items()}
     pinned = {name: tensor.pin_memory() if tensor.device.type == "cpu" else tensor for name, tensor in batch.items()}
     return {name: tensor.to(device, non_blocking=True) for name, tensor in pinned.items()}
+
+
+def _check_batch(batch: object) -> None:
+    if not isinstance(batch, Mapping):
+        raise InputError(f"batches: must be a list of dicts of tensors, got {short(batch)} as a batch")
+    for name, tensor in batch.items():
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{name}: a batch has tensors alone, got {short(tensor)}")

@@ -8,27 +8,32 @@ import json
 import os
 import warnings
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from ligermodels.arguments import check_number
 from ligermodels.convert.input_files import open_file, shown
 from ligermodels.data.files import DataFile, data_files
 from ligermodels.data.fingerprint import of_file
 from ligermodels.data.lines import LINE_BYTES
 from ligermodels.data.orders import Indices, permutation
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, short
 
 NO_DOCUMENT = "there is no document in the data: give files with text"
 
 PIECE = 1 << 15
 """Bytes per piece of a text file: long texts are read in pieces, cut at line ends if possible."""
+
+
+COUNTED_AGAIN = 1 << 14
+"""Bytes whose lines are counted again for each name, so that a file of many documents has few known line numbers."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,8 @@ class File:
     """Index in the corpus of the first document."""
     starts: array[int]
     """Byte offsets of the documents."""
+    lines: list[tuple[int, int]] = field(default_factory=lambda: [(0, 1)])
+    """Byte offsets whose line number is known, ascending, each with the number."""
 
     @property
     def path(self) -> Path:
@@ -139,6 +146,9 @@ class Corpus:
         return path.exists() and any(file.data.original.samefile(path) for file in self._files)
 
     def _find(self, index: int) -> tuple[File, int]:
+        """The file of a document, and the document's number in it. Raises InputError if there is no such document."""
+        if not 0 <= index < self._count:
+            raise InputError(f"index: there is no document {index:,}; indices are from 0 to {self._count - 1:,}")
         file = self._files[bisect_right(self._files, index, key=lambda file: file.first) - 1]
         return file, index - file.first
 
@@ -184,19 +194,24 @@ class Corpus:
         return self._find(index)[0].has_lines
 
     def name(self, index: int) -> str:
-        """FILE:LINE, or "FILE: row N", of the start of a document. Reads the file up to it, to count lines."""
+        """FILE:LINE, or "FILE: row N", of the start of a document. Reads the file up to it, to count lines, from the
+        nearest document before it that has been named."""
         file, number = self._find(index)
         return self._name(file, file.starts[number])
 
     @staticmethod
-    def _name(file: File, left: int) -> str:
-        """FILE:LINE, or "FILE: row N", of the byte `left`."""
-        lines = 1
+    def _name(file: File, place: int) -> str:
+        """FILE:LINE, or "FILE: row N", of the byte `place`."""
+        start, line = file.lines[bisect_right(file.lines, place, key=lambda known: known[0]) - 1]
+        left = place - start
         with open_file(file.path, InputError) as content:
+            content.seek(start)
             while left and (chunk := content.read(min(left, 1 << 20))):
-                lines += chunk.count(b"\n")
+                line += chunk.count(b"\n")
                 left -= len(chunk)
-        return file.data.place(lines)
+        if place - start > COUNTED_AGAIN:
+            insort(file.lines, (place, line))
+        return file.data.place(line)
 
     def _cut_tail(self, fraction: float) -> int | None:
         """Start a piece about a `fraction` before the end of the only file, a text: at a line, or else at a character.
@@ -231,16 +246,16 @@ class Corpus:
         possible, and its end is the validation split.
 
         Args:
-            fraction: fraction of the lines and text files for validation, at least one; 0 for no validation.
+            fraction: fraction of the lines and text files for validation, below 1, at least one; 0 for no validation.
             seed: selects the lines and files.
 
         Returns:
             Sorted indices for training, and for validation.
 
         Raises:
-            InputError: there are fewer than two lines and files.
+            InputError: there are fewer than two lines and files, or the fraction is out of range.
         """
-        if not fraction:
+        if not check_fraction(fraction):
             return np.arange(len(self)), np.arange(0)
         units, count = np.empty(len(self), np.int64), 0
         for file in self._files:
@@ -262,6 +277,13 @@ def _warn_of_copies(files: Iterable[DataFile]) -> None:
                 "validation split. Give it once; data_weights set the share of a file",
                 stacklevel=3,
             )
+
+
+def check_fraction(fraction: float) -> float:
+    """Returns `fraction`. Raises InputError unless it is at least 0 and below 1, as a number of documents is not."""
+    if check_number("fraction", fraction) >= 1:
+        raise InputError(f"fraction: must be below 1, got {short(fraction)}; give the share of the documents")
+    return fraction
 
 
 def held_out(count: int, fraction: float, seed: int) -> Indices:

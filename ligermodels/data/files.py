@@ -51,7 +51,9 @@ ADVICE = {
 }
 """Suffix of a file that is not read -> problem and advice."""
 
-ABOUT_DATA = ("readme", "license", "licence", "notice", "changelog", "dataset_info", "dataset_infos", "state")
+ABOUT_DATA = (
+    "readme", "license", "licence", "notice", "changelog", "dataset_info", "dataset_infos", "dataset_dict", "state",
+)  # fmt: skip
 """Names, without suffix, of files about a dataset. Those in a folder are not data."""
 
 
@@ -147,7 +149,8 @@ def _files_in(folder: Path, say: Say) -> list[Path]:
     found = sorted(path for path in _paths_in(folder) if path.is_file())
     known = [path for path in found if _is_known(path)]
     if not known:
-        raise InputError(f"{shown(folder)}: has no file of a known kind, which are {KNOWN}")
+        advice = (f"; {path.relative_to(folder)} {ADVICE[path.suffix]}" for path in found if path.suffix in ADVICE)
+        raise InputError(f"{shown(folder)}: has no file of a known kind, which are {KNOWN}{next(advice, '')}")
     say(f"{shown(folder)}: read as data: {_listed(known, folder)}")
     if others := [path for path in found if not _is_known(path)]:
         warnings.warn(f"{shown(folder)}: not read as data: {_listed(others, folder)}", stacklevel=2)

@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from huggingface_hub import HfApi
 from ligermodels.convert.hub import explained
 from ligermodels.data.compression import optional
 from ligermodels.data.converted import cached, newest, write_parts
-from ligermodels.data.json_files import arrow_lines
+from ligermodels.data.json_files import ROWS_AT_ONCE, arrow_lines
 from ligermodels.errors import HubError, InputError
 
 PREFIX = "hf:"
@@ -69,8 +68,9 @@ class HubDataset(NamedTuple):
         try:
             options = {"split": self.split, "streaming": True, "revision": commit}
             rows = datasets.load_dataset(self.repo, self.config, **options)
-            rows = rows.decode(False)  # pictures stay bytes, and JSON stays text
-            yield from arrow_lines(islice(rows, self.rows), rows.features.arrow_schema, name)
+            rows = rows if self.rows is None else rows.take(self.rows)
+            # As Arrow: pictures stay bytes, JSON stays text, and features need not be known (CSV, text, JSON arrays).
+            yield from arrow_lines(rows.with_format("arrow").iter(batch_size=ROWS_AT_ONCE), name)
         except InputError:
             raise
         except Exception as error:  # the package has no common class of errors
@@ -95,7 +95,7 @@ def lines_of(name: str, say: Callable[[str], object] = lambda message: None) -> 
     # With a digest: "hf:a/b/c" and "hf:a/b:c" are two datasets.
     file = re.sub(r"[^\w.+-]", "-", f"{name}-{hashlib.sha256(name.encode()).hexdigest()[:12]}")
     try:
-        with explained(dataset.repo, None):
+        with explained(f"datasets/{dataset.repo}", None):  # its path on the hub
             commit = HfApi().dataset_info(dataset.repo, timeout=20).sha
     except HubError as error:
         if (path := newest("datasets", file)) is None:

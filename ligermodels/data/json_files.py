@@ -22,6 +22,8 @@ BOM = b"\xef\xbb\xbf"
 BLANK = " \t\r\n"
 PART = 1 << 20
 """Characters of an array that are read at once."""
+ROWS_AT_ONCE = 1024
+"""Rows of an Arrow table that are read at once."""
 
 
 def items_of(content: BinaryIO, name: str) -> Callable[[BinaryIO, str], Iterator[bytes]] | None:
@@ -207,14 +209,13 @@ def parquet_lines(content: BinaryIO, name: str) -> Iterator[bytes]:
     try:
         file = parquet.ParquetFile(content if content.seekable() else io.BytesIO(content.read()))
         _check_columns(file.schema_arrow.names, name)
-        rows = (row for batch in file.iter_batches(batch_size=1024) for row in batch.to_pylist())
-        yield from arrow_lines(rows, file.schema_arrow, name)
+        yield from arrow_lines(file.iter_batches(batch_size=ROWS_AT_ONCE), name)
     except pyarrow.ArrowException as error:
         raise InputError(f"{name}: cannot be read as Parquet: {error}") from None
 
 
-def arrow_lines(rows: Iterable[dict[str, Any]], schema: Any, name: str) -> Iterator[bytes]:
-    """Rows of Arrow as lines of JSON.
+def arrow_lines(tables: Iterable[Any], name: str) -> Iterator[bytes]:
+    """The rows of Arrow tables, or record batches, as lines of JSON.
 
     Objects lose their null values: Arrow gives all objects of a column the same keys, so that an argument of one tool
     call is null in all other calls, and the template would write it. JSON texts (the extension type arrow.json, as
@@ -222,15 +223,15 @@ def arrow_lines(rows: Iterable[dict[str, Any]], schema: Any, name: str) -> Itera
     as in a table of text, which the Arrow table may come from.
 
     Args:
-        rows: the rows, with JSON texts as strings.
-        schema: their pyarrow schema.
+        tables: parts of one table, in order; each has its own schema.
         name: the table, for messages.
 
     Raises:
         InputError: a value of type arrow.json is no JSON, or has a field twice; or turns in a string cannot be read.
     """
-    decoders = {field.name: decoder for field in schema if (decoder := _json_decoder(field.type)) is not None}
-    for number, row in enumerate(map(_without_nulls, rows), start=1):
+    rows = ((row, decoders) for table in tables for decoders in [_decoders(table.schema)] for row in table.to_pylist())
+    for number, (nullable, decoders) in enumerate(rows, start=1):
+        row = _without_nulls(nullable)
         for column, value in row.items():
             is_json = column in decoders
             try:
@@ -242,12 +243,17 @@ def arrow_lines(rows: Iterable[dict[str, Any]], schema: Any, name: str) -> Itera
         yield as_line(row)
 
 
+def _decoders(schema: Any) -> dict[str, Callable[[Any], Any]]:
+    """Name -> function that decodes the JSON texts in a value of a column, for the columns of a schema with some."""
+    return {field.name: decoder for field in schema if (decoder := _json_decoder(field.type)) is not None}
+
+
 def _json_decoder(kind: Any) -> Callable[[Any], Any] | None:
     """The function that decodes the JSON texts in a value of an Arrow type; None if the type has none."""
     if getattr(kind, "extension_name", "") == "arrow.json":
         return lambda value: parse_json(value, unique=True) if isinstance(value, str) else value
     fields = [kind.field(number) for number in range(kind.num_fields)]
-    decoders = {field.name: decoder for field in fields if (decoder := _json_decoder(field.type)) is not None}
+    decoders = _decoders(fields)
 
     def decode(value: Any) -> Any:
         match value:

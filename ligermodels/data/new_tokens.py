@@ -67,7 +67,7 @@ def with_tokens(
         target.mkdir()
         used, size = _write_tokenizer(tokenizer, target, tokens)
         fields, vocab_size, new_size = config_for(config, size, multiple)
-        (target / "config.json").write_text(json.dumps(fields, indent=2, ensure_ascii=False))
+        _write_json(target / "config.json", fields)
         if weights is not None:
             size = new_size if new_size > vocab_size else size
             write_more_rows(weights, target, used=used, size=size, vocab_size=vocab_size)
@@ -92,9 +92,9 @@ def _write_tokenizer(folder: Path, target: Path, tokens: Sequence[str]) -> tuple
         if name == "tokenizer.json":
             backend.save(str(written))
         elif name == "added_tokens.json":
-            written.write_text(json.dumps({**read_json(path), **ids}, indent=2, ensure_ascii=False))
+            _write_json(written, {**read_json(path), **ids})
         elif name == "tokenizer_config.json":
-            written.write_text(json.dumps(_with_added(read_json(path), ids), indent=2, ensure_ascii=False))
+            _write_json(written, _with_added(read_json(path), ids))
         else:
             written.symlink_to(path.resolve())
     return used, max(backend.get_vocab().values()) + 1
@@ -107,3 +107,7 @@ def _with_added(config: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
     fields = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
     added = {str(id): {"content": token, **fields} for token, id in ids.items()}
     return {**config, "added_tokens_decoder": {**config["added_tokens_decoder"], **added}}
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")

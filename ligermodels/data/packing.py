@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
+from ligermodels.arguments import check_count
 from ligermodels.data.batches import Batch
 from ligermodels.data.corpus import NO_DOCUMENT
 from ligermodels.data.documents import AT_ONCE, EMPTY, Documents, TokenDocuments
@@ -37,7 +38,7 @@ class PackedBatches:
 
     Args:
         documents: the documents.
-        indices: indices of the documents to use, or an order of them; None for all.
+        indices: indices of the documents to use, a list, array or tensor, or an order of them; None for all.
         seq_len: most tokens of a sequence, at least 2.
         batch_size: sequences per batch, at least 1.
         seed: shuffles the documents, differently in each epoch; None keeps their order.
@@ -48,8 +49,8 @@ class PackedBatches:
         max_sequences: most sequences of all batches; None for no limit.
 
     Raises:
-        InputError: there are no documents, or a size is too small. During iteration, after an epoch in which no
-            document had a token to train on, or for a document that is too long, with "raise".
+        InputError: there are no documents, or a size is no whole number or too small. During iteration, after an epoch
+            in which no document had a token to train on, or for a document that is too long, with "raise".
 
     Examples:
         >>> documents = TokenDocuments([[5, 6, 7], [8, 9, 5], [6]])
@@ -62,7 +63,7 @@ class PackedBatches:
     def __init__(
         self,
         documents: Documents | TokenDocuments,
-        indices: Indices | Sequence[int] | DocumentOrder | None = None,
+        indices: Indices | Sequence[int] | torch.Tensor | DocumentOrder | None = None,
         *,
         seq_len: int,
         batch_size: int,
@@ -71,21 +72,21 @@ class PackedBatches:
         excess_length_strategy: ExcessLengthStrategy = "truncate",
         max_sequences: int | None = None,
     ) -> None:
-        if seq_len < 2 or batch_size < 1:
-            raise InputError(f"must be at least 2 and 1: {seq_len=}, {batch_size=}")
+        self._seq_len = check_count("seq_len", seq_len, least=2)
+        self._batch_size = check_count("batch_size", batch_size)
         if excess_length_strategy not in get_args(ExcessLengthStrategy):
             known = ", ".join(get_args(ExcessLengthStrategy))
             raise InputError(f"excess_length_strategy: must be one of {known}, got {excess_length_strategy!r}")
         self._documents, self._seed, self._epochs = documents, seed, epochs
         indices = range(len(documents)) if indices is None else indices
         self._order: DocumentOrder
-        if isinstance(indices, np.ndarray | Sequence):
+        if isinstance(indices, np.ndarray | Sequence | torch.Tensor):
             self._order = Shuffled(np.asarray(indices, np.int64))
         else:
             self._order = indices
         if self._order.num_documents == 0:
             raise InputError(NO_DOCUMENT)
-        self._seq_len, self._batch_size, self._excess = seq_len, batch_size, excess_length_strategy
+        self._excess = excess_length_strategy
         self._left = sys.maxsize if max_sequences is None else max_sequences
         self.documents_read = 0
         """Number of documents that have been read, over all epochs, since the start or the last `load_state_dict`."""

@@ -20,9 +20,9 @@ TURNS = ("messages", "conversations")
 LABELS = ("label", "kto_tag")
 """Fields that say whether a completion is desirable: TRL's, and LLaMA-Factory's."""
 
-_SHARED = {"prompt", *TURNS, *OPTIONAL}
-_PAIR = {*_SHARED, *QUESTIONS, *(name for names in SIDES.values() for name in names)}
-_LABELLED = {*_SHARED, *LABELS, "completion"}
+_PAIR = {"prompt", *TURNS, *OPTIONAL, *QUESTIONS, *(name for names in SIDES.values() for name in names)}
+_LABELLED = {*OPTIONAL, *LABELS}
+"""Fields that are used beside those of a question and its answer."""
 
 
 class Labelled(NamedTuple):
@@ -85,22 +85,22 @@ def read_labelled(fields: Mapping[str, Any]) -> tuple[list[Labelled], list[str]]
     given = {name: value for name, value in fields.items() if value not in EMPTY}
     desirable = _label(fields, given)
     question = next((form for form in ALL_QUESTIONS if given.keys() >= {*form.required}), None)
-    known = _LABELLED
     if (turns := _first(given, TURNS)) is not None:
+        known = {turns}
         *prompt, completion = _turns(fields, turns)
         record = _completion(fields, prompt, [completion])
     elif question is not None and "completion" not in given:
-        known = {*_LABELLED, *question.required, *question.optional}
+        known = {*question.required, *question.optional}
         chat = cast("Chat", record_of({each: value for each, value in given.items() if each not in LABELS})[0])
         *prompt, completion = chat[0]
         record = _completion(fields, prompt, [completion])
     else:
+        known = {"prompt", "completion"}
         missing = [each for each in ("prompt", "completion") if each not in fields]
         if missing:
             raise ValueError(f'has no "{missing[0]}"; give "prompt", "completion" and "label"')
         record = _completion(fields, fields["prompt"], fields["completion"])
-    unused = _unused(fields, known)
-    return [Labelled(record, desirable)], unused
+    return [Labelled(record, desirable)], _unused(fields, known | _LABELLED)
 
 
 def _label(fields: Mapping[str, Any], given: Mapping[str, Any]) -> bool:

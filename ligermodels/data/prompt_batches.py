@@ -81,10 +81,11 @@ class PromptDocuments(Documents):
         return [prompt if prompt is not None and self._fits(prompt, index) else None for index, prompt in found]
 
     def sequences(self, indices: Iterable[int]) -> list[list[tuple[str, Tokens]]]:
-        """The prompts of these records, none of which is trained on; see `Documents.sequences`."""
+        """The prompts of these records, also those that are too long, none of which is trained on; see
+        `Documents.sequences`."""
         return [
             [] if prompt is None else [("prompt", Tokens(prompt.ids, [IGNORE_INDEX] * len(prompt.ids)))]
-            for prompt in self.prompts(indices)
+            for prompt in self._each(indices, self._prompt, lambda: None)
         ]
 
     def _first_record(self, index: int) -> Record:

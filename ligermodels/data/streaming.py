@@ -13,7 +13,7 @@ from typing import BinaryIO
 import numpy as np
 
 from ligermodels.convert.input_files import open_file
-from ligermodels.data.corpus import Corpus, held_out, piece_starts
+from ligermodels.data.corpus import Corpus, check_fraction, held_out, piece_starts
 from ligermodels.data.files import DataFile
 from ligermodels.data.lines import LINE_BYTES
 from ligermodels.data.orders import Indices, Place, permutation
@@ -73,7 +73,7 @@ class StreamedCorpus(Corpus):
         return [list(islice(self.starts(number), OF_FILE)) for number in files]
 
     def name(self, index: int) -> str:
-        """FILE:LINE of the start of a document. Reads the file up to it, to count lines."""
+        """FILE:LINE of the start of a document: see `Corpus.name`."""
         file, offset = self._find(index)
         return self._name(file, offset)
 
@@ -85,18 +85,18 @@ class StreamedCorpus(Corpus):
         """The validation split: a fraction of the FIRST documents, at least one; lines, and pieces of texts.
 
         Args:
-            fraction: fraction for validation; 0 for none.
+            fraction: fraction for validation, below 1; 0 for none.
             seed: selects the documents.
 
         Returns:
             Sorted indices. `Windowed` leaves them out of training.
 
         Raises:
-            InputError: there are fewer than two documents.
+            InputError: there are fewer than two documents, or the fraction is out of range.
         """
+        if not check_fraction(fraction):
+            return np.arange(0)
         first = np.fromiter(islice(chain.from_iterable(map(self.starts, range(self.num_files))), FIRST), np.int64)
-        if not fraction:
-            return first[:0]
         return np.sort(first[held_out(len(first), fraction, seed)])
 
 

@@ -76,7 +76,8 @@ def generate(
         input_ids: long (B, T) or (T,), one list of ids, or a list of such lists, of any lengths.
         max_new_tokens: most new tokens of a sequence, at least 1; by default `max_length` less T, or 64.
         on_token: called after each step with its tokens (B,), `pad_token_id` for finished sequences; generation stops
-            when it returns True.
+            when it returns True. If parameters are sharded, it must do so on all ranks after the same step, as ranks
+            wait for each other; `stopping_criteria` end sequences of one rank.
         streamer: an object as transformers' `TextStreamer`: `put` is called with the prompts (B, T), then with the
             tokens (B,) of each step, all on the CPU; `end` is called last.
         return_routing: also return the experts of each token, of a mixture of experts: the result is a
@@ -153,7 +154,10 @@ def generate(
 def stream(
     model: DecodingModel, input_ids: TokenIds, max_new_tokens: int | None = None, **options: Any
 ) -> Iterator[Tensor]:
-    """Yield the new tokens of `generate` step by step. The model is in eval mode until the iterator ends or is closed.
+    """Yield the new tokens of `generate` step by step.
+
+    The model is in eval mode until the iterator ends or is closed. If parameters are sharded, all ranks must take the
+    same number of steps, as ranks wait for each other.
 
     Args:
         model: the model, for example a `CausalLM`.

@@ -58,12 +58,13 @@ class UpdatePart(Part):
     projections: tuple[str, ...] = ("weight",)
     """Names of the parameters that have an update."""
     dropout: float = 0.0
-    """Probability that an element of the input is dropped, in training mode."""
+    """Probability that an element of the input is dropped, in training mode, while the part is trained."""
 
     @property
     def drops(self) -> bool:
-        """Whether forward drops elements of its input now."""
-        return bool(self.training and self.dropout)
+        """Whether forward drops elements of its input now. A frozen part drops none: its results are inputs of what is
+        trained, such as draft heads, and are used without dropout."""
+        return bool(self.training and self.dropout) and any(p.requires_grad for p in self.parameters())
 
 
 class Compute(ComputePart):

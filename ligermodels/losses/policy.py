@@ -1,5 +1,6 @@
 """Objectives of policy optimisation over sampled completions, from per-token log-probabilities."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from ligermodels.losses.sequences import (
     check_rows_or_sequences,
     check_tokens,
     check_used,
+    given,
     lengths,
     masked,
     per_item,
@@ -176,13 +178,13 @@ def grpo_loss(
     check_tokens(OP, log_probs, mask, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs)
     check_rows_or_sequences(OP, "advantages", advantages, mask)
     check_choice(OP, "importance_sampling_level", importance_sampling_level, LEVELS)
-    given = dict(
+    chosen = given(
         epsilon=epsilon, epsilon_high=epsilon_high, delta=delta, sapo_temperature_pos=sapo_temperature_pos,
         sapo_temperature_neg=sapo_temperature_neg, max_completion_length=max_completion_length,
         num_items_in_batch=num_items_in_batch,
     )  # fmt: skip
-    options = _checked_options(loss_type, given)
-    check_finite(OP, beta=beta, num_items_in_batch=num_items_in_batch)
+    options = _checked_options(loss_type, chosen)
+    check_finite(OP, beta=beta)
     check_flag(f"{OP}: use_bias_correction_kl", use_bias_correction_kl)
     if beta < 0:
         raise InputError(f"{OP}: beta must not be negative, got {beta}")
@@ -212,13 +214,17 @@ def grpo_loss(
     return GRPOLoss(loss, *(_mean(x, mask) for x in (kl, low, high, either)))
 
 
-def _checked_options(loss_type: str, given: Mapping[str, Any]) -> Options:
-    """The options of the loss type: those given, and its defaults."""
+def _checked_options(loss_type: str, chosen: Mapping[str, Any]) -> Options:
+    """The options of the loss type: those `chosen`, and its defaults."""
     check_choice(OP, "loss_type", loss_type, LOSS_TYPES)
     defaults = LOSS_TYPES[loss_type].options
-    check_used(OP, loss_type, defaults, **given)
-    check_positive(OP, **{name: value for name, value in given.items() if name != "num_items_in_batch"})
-    options: dict[str, Any] = {name: value if given[name] is None else given[name] for name, value in defaults.items()}
+    check_used(OP, loss_type, defaults, **chosen)
+    for name, value in chosen.items():
+        if name == "num_items_in_batch":
+            check_finite(OP, **{name: value})
+        elif name not in CLIPPING or not isinstance(value, float) or value != math.inf:  # such a range does not clip
+            check_positive(OP, **{name: value})
+    options = {**defaults, **chosen}
     if "epsilon" in options and options["epsilon_high"] is None:
         options["epsilon_high"] = options["epsilon"]
     for name in ("epsilon_high", "max_completion_length"):

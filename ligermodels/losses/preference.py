@@ -19,6 +19,7 @@ from ligermodels.losses.sequences import (
     check_positive,
     check_tokens,
     check_used,
+    given,
     lengths,
     masked,
     per_item,
@@ -119,21 +120,15 @@ def _direct_loss(
     _check_even(name, log_probs)
     check_choice(name, "loss_type", loss_type, LOSS_TYPES)
     check_choice(name, "f_divergence_type", f_divergence_type, SCORES)
-    check_positive(name, beta=beta, discopop_tau=discopop_tau)
-    check_finite(
-        name,
-        beta=beta,
-        f_alpha_divergence_coef=f_alpha_divergence_coef,
-        label_smoothing=label_smoothing,
-        num_nll_tokens=num_nll_tokens,
-    )
+    check_positive(name, beta=beta, **given(discopop_tau=discopop_tau))
+    check_finite(name, **given(f_alpha_divergence_coef=f_alpha_divergence_coef, num_nll_tokens=num_nll_tokens))
+    smoothing = _checked_label_smoothing(name, label_smoothing)
     chosen_type = LOSS_TYPES[loss_type]
     divergence = None if f_divergence_type == "reverse_kl" else f_divergence_type
     check_used(
         name, loss_type, chosen_type.options,
-        label_smoothing=label_smoothing or None, discopop_tau=discopop_tau, f_divergence_type=divergence,
+        label_smoothing=smoothing or None, discopop_tau=discopop_tau, f_divergence_type=divergence,
     )  # fmt: skip
-    smoothing = _checked_label_smoothing(name, label_smoothing)
     if loss_type == "exo_pair" and not smoothing:
         raise InputError(f"{name}: loss_type 'exo_pair' needs label_smoothing above 0; its paper takes 0.001")
     if f_alpha_divergence_coef is not None and f_divergence_type != "alpha_divergence":
@@ -193,7 +188,7 @@ def cpo_loss(
     """
     check_tokens("cpo_loss", log_probs, mask)
     check_choice("cpo_loss", "loss_type", loss_type, CPO_LOSS_TYPES)
-    check_finite("cpo_loss", cpo_alpha=cpo_alpha, num_nll_tokens=num_nll_tokens)
+    check_finite("cpo_loss", cpo_alpha=cpo_alpha, **given(num_nll_tokens=num_nll_tokens))
     found = _direct_loss(
         "cpo_loss", log_probs, log_probs.new_zeros(len(log_probs)), mask, beta=beta, loss_type=loss_type,
         label_smoothing=label_smoothing, reduction="none",
@@ -269,7 +264,7 @@ def orpo_loss(
     chosen, rejected = _average_pairs("orpo_loss", log_probs, mask, beta)
     if nll_mask is not None:
         check_tensor("orpo_loss", "nll_mask", nll_mask, mask.shape, mask.device, torch.bool)
-    check_finite("orpo_loss", num_nll_tokens=num_nll_tokens)
+    check_finite("orpo_loss", **given(num_nll_tokens=num_nll_tokens))
     nll = _nll("orpo_loss", log_probs, mask if nll_mask is None else nll_mask, num_nll_tokens)
     losses = nll - beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
     return PreferenceLoss(reduced("orpo_loss", losses, reduction), beta * chosen.detach(), beta * rejected.detach())
@@ -313,7 +308,7 @@ def _check_even(loss: str, log_probs: Tensor) -> None:
 
 
 def _checked_label_smoothing(loss: str, label_smoothing: float | None) -> float:
-    check_finite(loss, label_smoothing=label_smoothing)
+    check_finite(loss, **given(label_smoothing=label_smoothing))
     if not 0 <= (label_smoothing or 0.0) < 0.5:
         raise InputError(f"{loss}: label_smoothing must be in [0, 0.5), got {label_smoothing}")
     return label_smoothing or 0.0

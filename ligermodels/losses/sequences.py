@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Collection
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ligermodels.arguments import check_flag
+from ligermodels.arguments import check_flag, is_number
 from ligermodels.errors import InputError, short
 from ligermodels.ops.runtime.checks import assert_async, check_tensor
 
@@ -93,19 +92,27 @@ def check_choice(loss: str, name: str, value: str, known: Collection[str]) -> No
 
 
 def check_finite(loss: str, **values: Any) -> None:
-    """Raises InputError for a value that is neither a finite number nor a tensor with one element; None passes."""
+    """Raises InputError for a value that is neither a finite number nor a tensor with one element."""
     for name, value in values.items():
-        is_one = isinstance(value, Real) and math.isfinite(value)
-        if value is not None and not is_one and not (isinstance(value, Tensor) and value.numel() == 1):
+        if not _is_one(value) or not (isinstance(value, Tensor) or math.isfinite(value)):
             raise InputError(f"{loss}: {name} must be a finite number, got {short(value)}")
 
 
 def check_positive(loss: str, **values: Any) -> None:
-    """Raises InputError for a value that is not positive; None passes."""
+    """Raises InputError for a value that is neither a positive finite number nor a tensor with one."""
     for name, value in values.items():
-        is_number = isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
-        if value is not None and (not is_number or not value > 0):
-            raise InputError(f"{loss}: {name} must be positive, got {short(value)}")
+        if not _is_one(value) or not 0 < value < math.inf:
+            raise InputError(f"{loss}: {name} must be positive and finite, got {short(value)}")
+
+
+def _is_one(value: object) -> bool:
+    """Whether `value` is a number, or a tensor with one element."""
+    return is_number(value) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def check_used(loss: str, loss_type: str, used: Collection[str], **options: Any) -> None:
@@ -120,8 +127,8 @@ def check_used(loss: str, loss_type: str, used: Collection[str], **options: Any)
     Raises:
         InputError: an option is set but not used.
     """
-    for name, value in options.items():
-        if value is not None and name not in used:
+    for name in given(**options):
+        if name not in used:
             raise InputError(f"{loss}: loss_type {loss_type!r} has no {name}; leave it out")
 
 

@@ -152,6 +152,7 @@ class GenerationMixin:
             >>> for token in model.stream(input_ids, max_new_tokens=64):
             ...     print(token.tolist())
         """
+        options = without_none(renamed_options(options))
         if drafting := sorted(options.keys() & {"draft", "tree"}):
             raise InputError(
                 f"{drafting[0]}: a step with draft heads adds several tokens, which stream does not yield; use "
@@ -159,7 +160,7 @@ class GenerationMixin:
             )
         if wrong := sorted(options.keys() & {"on_token", "streamer", "return_routing"}):
             raise InputError(f"{wrong[0]}: stream yields the tokens of each step; iterate over it, or use generate")
-        options, _ = self._options(max_new_tokens, renamed_options(options))
+        options, _ = self._options(max_new_tokens, options)
         return stream(cast(DecodingModel, self), input_ids, **options)
 
     def _options(self, max_new_tokens: int | None, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from ligermodels.arguments import check_count
-from ligermodels.convert.json_values import is_int, is_list_of, object_field
+from ligermodels.convert.json_values import is_int, is_list_of, is_number, object_field
 from ligermodels.convert.mappings import WeightMapping, rename
 from ligermodels.convert.weight_map import WeightMap
 from ligermodels.errors import ConfigError, ConfigWarning, short, warn_caller
@@ -39,17 +39,19 @@ from ligermodels.speculative.draft_files import (
 SLIDING = "sliding_attention"
 BOUNDARIES, LAYER_IDS, NESTED = "aux_hidden_state_layer_ids", "target_layer_ids", "dflash_config"
 MARKOV = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+SOFTCAP, EMBED_SCALE = "final_logit_softcapping", "input_embedding_scale"
+"""Fields of z-lab: the softcap of the draft's logits, and the factor of the model's embeddings as they are stored."""
 DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 """Fields of DFlash2's convolutions and candidate selector."""
 _KNOWN = {
-    "mask_token_id", LAYER_IDS, "block_size", "final_logit_softcapping", "causal", "use_swa", "swa_window_size",
-    AUX_STATES,
+    "mask_token_id", LAYER_IDS, "block_size", SOFTCAP, EMBED_SCALE, "causal", "use_swa", "swa_window_size", AUX_STATES,
 }  # fmt: skip
-"""Fields of `dflash_config` that are read, or change no greedy draft."""
+"""Fields of `dflash_config` that are read."""
+_PLAIN = {"projector_type": "dflash", "shift_label": False, AUX_STATES: True, "output_multiplier": 1.0}
+"""Fields that change the computation -> the value that all heads here have."""
 _READ = {
-    *_KNOWN, *MARKOV, *DFLASH2, BOUNDARIES, NESTED, "layer_types", "max_window_layers", "sample_from_anchor",
-    "is_causal", "sliding_window_non_causal", "projector_type", "shift_label", "num_anchors",
-    "loss_decay_gamma", "attention_backend",
+    *_KNOWN, *_PLAIN, *MARKOV, *DFLASH2, BOUNDARIES, NESTED, "layer_types", "max_window_layers", "sample_from_anchor",
+    "is_causal", "sliding_window_non_causal", "num_anchors", "loss_decay_gamma", "attention_backend",
 }  # fmt: skip
 """Fields of config.json that are read, or are options of the training."""
 _GEMMA4_READ = {*GEMMA4_FIELDS, "vocab_size_per_layer_input"}
@@ -81,14 +83,21 @@ def _speculators(config: BlockDraftConfig, target: Target, num_anchors: int) -> 
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,
         BOUNDARIES: list(config.boundaries),
+        **_softcap(config),
         **further,
         "speculators_config": target.speculators_config(kind, config.num_drafts),
     }
 
 
+def _softcap(config: BlockDraftConfig) -> dict[str, Any]:
+    """The field of a softcap that is not among the fields of the layers."""
+    return {} if config.final_logit_softcapping is None else {SOFTCAP: config.final_logit_softcapping}
+
+
 def _flat(config: BlockDraftConfig, target: Target) -> dict[str, Any]:
     return {
         **config.layers,
+        **_softcap(config),
         "block_size": config.block_size,
         "num_target_layers": target.num_layers,
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in config.windows],
@@ -100,6 +109,8 @@ def _z_lab(config: BlockDraftConfig, target: Target, num_anchors: int) -> dict[s
     nested: dict[str, Any] = {"mask_token_id": config.mask_token_id, LAYER_IDS: list(layer_ids_of(config.boundaries))}
     if config.causal is not None:
         nested["causal"] = config.causal
+    if target.embed_scale is not None:
+        nested[EMBED_SCALE] = target.embed_scale
     return {**_flat(config, target), "architectures": ["DFlashDraftModel"], NESTED: nested}
 
 
@@ -175,6 +186,7 @@ def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> BlockDraftC
     nested = object_field(stored, NESTED)
     fields = {**stored, **nested}
     _refuse_others(stored, nested, fields)
+    _check_embed_scale(fields.get(EMBED_SCALE), target)
     warn_unread(stored, _READ | _GEMMA4_READ if stored.get("model_type") in GEMMA4 else _READ)
     layers = _layers(stored)
     if kind == DSPARK_TYPE and misses_anchor(stored):
@@ -196,6 +208,7 @@ def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> BlockDraftC
         mask_token_id=fields["mask_token_id"],
         sample_from_anchor=kind == DSPARK_TYPE,
         causal=_causal(stored, nested, layers),
+        final_logit_softcapping=None if SOFTCAP in layers else fields.get(SOFTCAP) or None,
         **(_markov_fields(fields) if kind == DSPARK_TYPE else {}),
     )
 
@@ -289,9 +302,16 @@ def _refuse_others(stored: Mapping[str, Any], nested: Mapping[str, Any], fields:
         markov = MARKOV if kind == DSPARK_TYPE else ()  # SpecForge has these fields there
         if name not in _KNOWN | {"sample_from_anchor", *markov} and (value is True or value not in (None, False, 1.0)):
             raise ConfigError(f"{NESTED}.{name}: {short(value)} is not implemented")
-    for name, plain in (("projector_type", "dflash"), ("shift_label", False), (AUX_STATES, True)):
+    for name, plain in _PLAIN.items():
         if fields.get(name) not in (None, plain):
             raise ConfigError(f"{name}: {short(fields[name])} is not implemented")
+
+
+def _check_embed_scale(scale: Any, target: DecoderConfig) -> None:
+    """ConfigError for another factor of the embeddings than the model's own; bfloat16 may have rounded it."""
+    own = 1.0 if target.embed_scale is None else target.embed_scale
+    if scale is not None and not (is_number(scale) and math.isclose(scale, own, rel_tol=2**-8)):
+        raise ConfigError(f"{EMBED_SCALE}: {short(scale)} is not implemented for a model with embeddings times {own:g}")
 
 
 def stored_boundaries(stored: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels import ops
-from ligermodels.arguments import check_count, check_flag
+from ligermodels.arguments import check_count, check_flag, check_number
 from ligermodels.convert.mappings import WeightMapping, concat, rename
 from ligermodels.errors import ConfigError, short
 from ligermodels.generation.state import DecodingState
@@ -50,6 +50,8 @@ class BlockDraftConfig:
         enable_confidence_head: whether there is a `ConfidenceHead`.
         confidence_head_with_markov: whether it reads the Markov head's embeddings.
         causal: whether slots see no later slot of their block, in all layers. None: in layers with a sliding window.
+        final_logit_softcapping: softcap of the logits before the Markov head's; None for that of `layers`, which only
+            layers of Gemma 4's kind have.
 
     Raises:
         ConfigError, InputError: a field has a bad value.
@@ -67,6 +69,7 @@ class BlockDraftConfig:
     enable_confidence_head: bool = False
     confidence_head_with_markov: bool = False
     causal: bool | None = None
+    final_logit_softcapping: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", deepcopy(dict(self.layers)))  # the caller may change its own
@@ -80,6 +83,8 @@ class BlockDraftConfig:
             check_flag(flag, getattr(self, flag))
         if self.causal is not None:
             check_flag("causal", self.causal)
+        if self.final_logit_softcapping is not None:
+            check_number("final_logit_softcapping", self.final_logit_softcapping, positive=True)
         check_count("draft_vocab_size", self.draft_vocab_size, most=self.decoder.vocab_size)
         check_count("block_size", self.block_size, least=1 if self.sample_from_anchor else 2)
         check_count("mask_token_id", self.mask_token_id, least=0, most=self.decoder.vocab_size - 1)
@@ -95,8 +100,9 @@ class BlockDraftConfig:
 
     @cached_property
     def decoder(self) -> DecoderConfig:
-        """The composed config of `layers`."""
-        return family_of(self.layers).decoder_config(self.layers)
+        """The composed config of `layers`, with the head's own softcap."""
+        decoder, softcap = family_of(self.layers).decoder_config(self.layers), self.final_logit_softcapping
+        return decoder if softcap is None else replace(decoder, head=replace(decoder.head, softcap=float(softcap)))
 
     def _check_gemma4(self) -> None:
         """ConfigError for a field of Gemma 4 that layers of a head do not have."""

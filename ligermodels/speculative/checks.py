@@ -106,4 +106,4 @@ def compare(places: Iterator[tuple[str, Tensor, Tensor]]) -> str:
 
 def random(seed: int, *shape: int) -> Tensor:
     """fp32 numbers of the normal distribution, always the same for a seed."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)

@@ -82,11 +82,13 @@ class Target:
     name: folder or hub id; None where it has none.
     architectures: its `architectures`.
     num_layers: its number of layers.
+    embed_scale: the factor of its embeddings, None for 1.
     """
 
     name: str | None
     architectures: tuple[str, ...] = ()
     num_layers: int = 0
+    embed_scale: float | None = None
 
     @classmethod
     def of(cls, model: DraftHeadModel, base_model: str | None) -> Target:
@@ -95,7 +97,7 @@ class Target:
         name = "" if base_model == "" else name_of_base(base_model, spec)  # "" is a base model without a name
         config = {} if spec is None else spec.hf_config
         names = (config.get("architectures") or [family_of(config).causal_lm]) if config else []
-        return cls(name, tuple(names), len(model.base.config.blocks))
+        return cls(name, tuple(names), len(model.base.config.blocks), model.base.config.embed_scale)
 
     @property
     def required_name(self) -> str:
@@ -203,7 +205,7 @@ def profile_named(name: str, profiles: Mapping[str, Profile], kind: str, config:
     Raises:
         InputError: there is none, or it cannot hold the head.
     """
-    if name not in profiles:
+    if not isinstance(name, str) or name not in profiles:
         raise InputError(f"profile: must be one of {', '.join(profiles)} for {kind}, got {short(name)}")
     if not profiles[name].reduced and config.draft_vocab_size < config.decoder.vocab_size:
         raise InputError(f"profile {name!r}: holds no reduced draft vocabulary; export profile='speculators'")

@@ -117,11 +117,13 @@ class DraftHeadModel(MultiHeadModel):
         return DraftProjection(self.base, self.vocabulary, self.lm_head, self.config.decoder.head.softcap)
 
     def project_with(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        """The projection for decoding: hidden states (..., H) -> logits (..., V_d). The rows are taken once."""
+        """The projection for decoding: hidden states (..., H) -> logits (..., V_d), capped ones in at least float32, as
+        two of them may be equal in bfloat16. The rows are taken once."""
         softcap, project = self.projection.softcap, cast(Callable[[Tensor], Tensor], self.lm_head)
         if self.lm_head is None:
             project = partial(F.linear, weight=self.projection.rows(dtype))
-        return project if softcap is None else lambda hidden: capped(project(hidden), softcap)
+        wide = torch.promote_types(dtype, torch.float32)
+        return project if softcap is None else lambda hidden: capped(project(hidden).to(wide), softcap)
 
     def embeddings(self, input_ids: Tensor) -> Tensor:
         """Embeddings (B, T, H) of token ids (B, T), also if FSDP2 shards the base model."""

@@ -73,19 +73,21 @@ class DraftProjection:
             return capped(cast(Tensor, self.lm_head(normed)), self.softcap)
         return capped(self._gathered(lambda: F.linear(normed, self._rows(normed.dtype))), self.softcap)
 
-    def ranks(self, normed: Tensor, targets: Tensor) -> Tensor:
+    def ranks(self, normed: Tensor, targets: Tensor, memory_budget: int) -> Tensor:
         """The ranks of targets: see `DraftVocabulary.ranks`.
 
         Args:
             normed: states (..., H) after the head's final norm.
             targets: long (...), ids of the model's vocabulary, -100 without a target.
+            memory_budget: bytes of a chunk of logits.
         """
-        return self.vocabulary.ranks(targets, lambda own: self._gathered(self._ranked, normed, own))
+        options: dict[str, Any] = {"return_rank": True, "memory_budget": memory_budget}
+        return self.vocabulary.ranks(targets, lambda own: self._gathered(self._ranked, normed, own, options))
 
-    def _ranked(self, normed: Tensor, targets: Tensor) -> HeadLoss:
+    def _ranked(self, normed: Tensor, targets: Tensor, options: dict[str, Any]) -> HeadLoss:
         if self.lm_head is not None:
-            return cast(HeadLoss, self.lm_head(normed, targets, return_rank=True))
-        return loss_or_log_probs(HeadConfig(), normed, self._rows(normed.dtype), targets, None, return_rank=True)
+            return cast(HeadLoss, self.lm_head(normed, targets, **options))
+        return loss_or_log_probs(HeadConfig(), normed, self._rows(normed.dtype), targets, None, **options)
 
     def rows(self, dtype: torch.dtype) -> Tensor:
         """The weight (V_d, H) of the model's lm_head for the draft vocabulary, in a dtype, also if it is sharded."""

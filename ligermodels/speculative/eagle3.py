@@ -195,7 +195,8 @@ class Eagle3Model(DraftHeadModel):
         ranks = list[Tensor]()
         if not torch.is_grad_enabled():
             drafted = list(drafted)
-            ranks = [projection.ranks(*each) for each in zip(drafted, targets.values, strict=True)]
+            budget = loss_options.get("memory_budget", 2**30)
+            ranks = [projection.ranks(*each, budget) for each in zip(drafted, targets.values, strict=True)]
         # All steps are compared with the model's distribution once: row u of step k is here its row u - 1 - k.
         drafted = torch.stack([following(x, -1 - k) for k, x in enumerate(drafted)], dim=2)
         return self._steps_loss(projection, drafted, last, targets, ranks, **loss_options)

@@ -55,7 +55,7 @@ def name_of_base(base_model: str | None, spec: ExportSpec | None) -> str | None:
     if base_model is None:
         return None if spec is None else spec.base_name
     path = as_path(base_model, InputError, "base_model")
-    return os.path.abspath(path) if os.path.isdir(path) else base_model
+    return os.path.abspath(path) if os.path.isdir(path) else os.fspath(base_model)
 
 
 def head_state(module: nn.Module, prefix: str) -> dict[str, Tensor]:

@@ -152,8 +152,8 @@ class JointMedusa(RefusesDropout):
                 of a document.
             inputs_embeds: (B, T, H) in place of `input_ids`.
             loss_options: options of `MedusaModel.forward`. `num_items_in_batch` is one number, or (K + 1,), the base
-                model's number first: see `num_targets`. With a reference, `reduction` and `num_items_in_batch` apply
-                to L_lm too; the other options, such as `token_weights`, apply to the heads only.
+                model's number first: see `num_targets`. With a reference, `reduction`, `num_items_in_batch` and
+                `memory_budget` apply to L_lm too; the other options, such as `token_weights`, to the heads only.
 
         Returns:
             The output of the heads, with the joint loss as `loss` and L_lm as `base_loss`.
@@ -207,7 +207,7 @@ def _joint_loss(
     if reference is not None:
         with torch.no_grad():
             base_loss = _kl(base, reference, reference(**batch.inputs)["last_hidden_state"])
-        loss_options = {name: loss_options[name] for name in ("reduction",) if name in loss_options}
+        loss_options = {name: loss_options[name] for name in ("reduction", "memory_budget") if name in loss_options}
     first = cast(Tensor, targets.loss(0, base_loss, hidden, **{**loss_options, "num_items_in_batch": items}).loss)
     total = first + heads_loss_weight * cast(Tensor, output.loss)
     if reference is None and (of_routers := router_loss(base, out)) is not None:

@@ -342,6 +342,10 @@ class MedusaModel(MultiHeadModel):
             if repeated:  # new heads have, or share, the base's lm_head
                 state = {name: tensor for name, tensor in state.items() if ".lm_head." not in name}
             weight_map = stored.weight_map(model.shape, lm_heads=not repeated)
-            weight_map.load(stored.reader, state, progress, what=f"{path}: the checkpoint of the heads")
+            what = f"{path}: the checkpoint of the heads"
+            if base.device.type == "meta":  # names and shapes are checked
+                weight_map.plan(stored.reader.headers, state, what)
+            else:
+                weight_map.load(stored.reader, state, progress, what=what)
         base.requires_grad_(False)
         return model

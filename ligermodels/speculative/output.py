@@ -61,7 +61,7 @@ class MultiHeadOutput(ModelOutput):
         """An output with `ranks`, with the accuracy and counts computed from them, and with other fields."""
         counts = (ranks >= 0).sum((1, 2))
         correct = {k: ((ranks >= 0) & (ranks < k)).sum((1, 2)) for k in TOP_K}
-        accuracy = {k: hits / counts.clamp(min=1) for k, hits in correct.items()}
+        accuracy = {k: hits.float() / counts.clamp(min=1) for k, hits in correct.items()}
         return cls(ranks=ranks, counts=counts, accuracy=accuracy, **fields)
 
 

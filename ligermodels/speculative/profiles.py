@@ -15,6 +15,9 @@ from ligermodels.convert.weight_map import LISTED, WeightMap
 from ligermodels.errors import InputError, short
 from ligermodels.models.extra_heads import MEDUSA_COUNTS, MEDUSA_PREFIX
 
+FC_BIAS = "medusa_fc_bias"
+"""Field of config.json by which vLLM reads biases of ResBlocks."""
+
 
 @dataclass(frozen=True)
 class HeadsShape:
@@ -104,6 +107,11 @@ class Profile:
         """Whether config.json names the base model."""
         return Fill.base_model in self.config.values()
 
+    def sizes(self, shape: HeadsShape) -> dict[str, int]:
+        """The fields of config.json that are sizes of the heads."""
+        fills = {key: value.value for key, value in self.config.items() if isinstance(value, Fill)}
+        return {key: vars(shape)[name] for key, name in fills.items() if name in vars(shape)}
+
     def filled(self, shape: HeadsShape, base_model: str | None) -> dict[str, Any]:
         """config.json for heads of this shape; InputError if it names the base model and `base_model` is None."""
         if base_model is None and self.names_base:
@@ -168,7 +176,7 @@ _VLLM_CONFIG: dict[str, Any] = {
     "num_heads": Fill.num_heads,
     "num_hidden_layers": Fill.num_layers,
     "truncated_vocab_size": None,
-    "medusa_fc_bias": True,
+    FC_BIAS: True,
 }
 # TGI silently disables Medusa if the config has "architectures".
 _NUMBERED: dict[str, Any] = {"linear": "{head}.{layer}.linear.{part}", "lm_head": "{head}.{layers}.weight"}

@@ -29,7 +29,7 @@ from ligermodels.speculative.medusa import ResBlock
 from ligermodels.speculative.medusa_files import Heads, open_heads
 from ligermodels.speculative.mtp_files import load_head, stored_layers
 from ligermodels.speculative.mtp_head import MTPHead
-from ligermodels.speculative.profiles import HeadsShape
+from ligermodels.speculative.profiles import FC_BIAS, HeadsShape
 from ligermodels.speculative.verify_blocks import BlockFiles
 from ligermodels.speculative.verify_eagle3 import Eagle3Files
 
@@ -86,7 +86,7 @@ def _has_mtp(base: CausalLM, heads: str | os.PathLike[str]) -> bool:
 
 def _medusa_checks(base: CausalLM, config: dict[str, Any], heads: Heads) -> Iterator[tuple[str, Callable[[], str]]]:
     shape = HeadsShape(heads.num_heads, heads.num_layers, base.config.hidden_size, base.config.vocab_size)
-    headers, profile = heads.reader.headers, heads.profile
+    headers, profile, sizes = heads.reader.headers, heads.profile, (shape.num_heads, shape.num_layers)
     names = {
         f"heads.{head}.layers.{layer}.linear.{part}": profile.linear.format(head=head, layer=layer, part=part)
         for head in range(shape.num_heads)
@@ -96,9 +96,12 @@ def _medusa_checks(base: CausalLM, config: dict[str, Any], heads: Heads) -> Iter
     lm_heads = profile.lm_head_names(shape)
 
     def counts() -> str:
-        for name, found in zip(MEDUSA_COUNTS, (shape.num_heads, shape.num_layers), strict=True):
+        for name, found in {**dict(zip(MEDUSA_COUNTS, sizes, strict=True)), **profile.sizes(shape)}.items():
             stored = config.get(name, found)
-            require(stored == found, f"{name}: config.json says {stored}, and the tensors are of {found}")
+            require(stored == found, f"{name}: config.json says {stored} instead of {found}")
+        if FC_BIAS in profile.config and config:
+            stored, has = bool(config.get(FC_BIAS)), "have" if heads.biases else "have no"
+            require(stored == heads.biases, f"{FC_BIAS}: is {stored} in config.json, and the ResBlocks {has} biases")
         return f"format {profile.name}: {shape.num_heads} heads of {shape.num_layers} ResBlocks"
 
     def shapes() -> str:
@@ -121,7 +124,7 @@ def _medusa_checks(base: CausalLM, config: dict[str, Any], heads: Heads) -> Iter
             for head in range(shape.num_heads):
                 ours, formula = hidden, hidden.double()
                 for layer in range(shape.num_layers):
-                    block = ResBlock(shape.hidden_size)
+                    block = ResBlock(shape.hidden_size).float()
                     for part, parameter in block.linear.named_parameters():
                         if (name := names.get(f"heads.{head}.layers.{layer}.linear.{part}")) is not None:
                             with torch.no_grad():

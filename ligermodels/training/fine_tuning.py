@@ -12,13 +12,14 @@ import torch
 from ligermodels.adapt.adapter import save_adapter, write_adapter
 from ligermodels.adapt.lora import initialize_lora, lora_layers
 from ligermodels.arguments import ExpertFormat
-from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.errors import CheckpointError, CheckpointWarning, ConfigError, HubError, InputError, warn_caller
 from ligermodels.models.causal_lm import CausalLM
 from ligermodels.training.base import Base
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.console import Console, Outcome
 from ligermodels.training.fine_tuning_recipe import FineTuningRecipe
 from ligermodels.training.folder import CHECKPOINTS, RECIPE
+from ligermodels.training.inputs import documents_of
 from ligermodels.training.job import Job, RunOptions
 from ligermodels.training.objectives import check_objective, objective_of, uses_reference
 from ligermodels.training.prepare_base import prepare_lora
@@ -26,6 +27,7 @@ from ligermodels.training.reference import add_reference
 from ligermodels.training.rewards import check_reward_fields
 from ligermodels.training.run import JobKind
 from ligermodels.training.run_plan import RunPlan
+from ligermodels.training.run_state import end_with_turns
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -64,8 +66,10 @@ def export_adapter(
     expert_format: ExpertFormat = "target_parameters",
     overwrite: bool = False,
 ) -> int:
-    """Write the LoRA parameters of a checkpoint of a run as an adapter in PEFT's format. No weights of the base model
-    are read.
+    """Write the LoRA parameters of a checkpoint of a run as an adapter in PEFT's format, with the files that the run
+    writes beside it. No weights of the base model are read.
+
+    CheckpointWarning if the data of the run cannot be read, which says whether a turn of a chat ends a text.
 
     Args:
         run: folder of the run, which may still train, or have been stopped or killed.
@@ -96,9 +100,10 @@ def export_adapter(
         newest = checkpoints.newest()
         step = steps[-1] if newest is None else newest[0]
     recipe = recipe if base is None else recipe.changed({"base": base})
-    prepare = partial(prepare_lora, recipe)
-    load = partial(Base.find(recipe).load, recipe, attention="auto", prepare=prepare)
+    files = Base.find(recipe)
+    load = partial(files.load, recipe, attention="auto", prepare=partial(prepare_lora, recipe))
     model = load(device="meta")
+    _end_turns(recipe, files, model)
     tensors = checkpoints.parameters(step, model)
     if buffers := {mapping.target for mapping in model.modules_to_save} & dict(model.named_buffers()).keys():
         base_tensors = dict(load(device="cpu").named_buffers())  # a run does not train them
@@ -106,6 +111,19 @@ def export_adapter(
     options: dict[str, Any] = {"expert_format": expert_format, "overwrite": overwrite}
     write_adapter(model, lora_layers(model), tensors, out, modules=model.modules_to_save, **options)
     return step
+
+
+def _end_turns(recipe: FineTuningRecipe, base: Base, model: CausalLM) -> None:
+    """`end_with_turns` as in the run, for which the first lines of the data are read."""
+    try:
+        documents = documents_of(recipe.model_copy(update={"streaming": True}), base, lambda message: None)
+        end_with_turns(recipe, model, documents, lambda message: None)
+    except (CheckpointError, HubError, InputError) as error:
+        warn_caller(
+            f"generation_config.json: is as the base model's: whether the run has chats, whose turns then end a text, "
+            f"is unknown: {error}",
+            CheckpointWarning,
+        )
 
 
 def _before_training(plan: RunPlan, model: CausalLM, console: Console) -> None:

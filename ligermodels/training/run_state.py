@@ -147,8 +147,8 @@ def build_state(
     job = make_job(recipe, model, resuming=plan.resumes)
     console.say(trained_parameters(job.model))
     trains_model = any(parameter.requires_grad for parameter in model.parameters())
-    if trains_model and (recipe.chat_template in TOKENS or plan.documents.has_chats()):
-        _end_with_turns(model, plan.documents, console.say)
+    if trains_model:
+        end_with_turns(recipe, model, plan.documents, console.say)
     if shards:
         parallelize(job.model, recipe.parallel)
     optimizer: Any = optimizer_of(recipe, job)  # its errors come before the passes of `before_training`
@@ -193,8 +193,18 @@ def optimizer_of(recipe: TrainingRecipe, job: Job) -> Optimizer:
     )
 
 
-def _end_with_turns(model: CausalLM, documents: Documents, say: Callable[[str], object]) -> None:
-    """Add the token that ends a turn to the EOS tokens in the model's exports."""
+def end_with_turns(recipe: TrainingRecipe, model: CausalLM, documents: Documents, say: Callable[[str], object]) -> None:
+    """Add the token that ends a turn to the EOS tokens in the model's exports, if the recipe's data has chats, or its
+    chat template is a built-in one.
+
+    Args:
+        recipe: the settings.
+        model: the model.
+        documents: the data, with the tokenizer and the chat template.
+        say: called with a message if there is a new EOS token.
+    """
+    if recipe.chat_template not in TOKENS and not documents.has_chats():
+        return
     spec = model.require_export_spec()
     template, tokenizer = documents.template, documents.tokenizer
     config = with_end_of_turn(spec.generation_config, spec.hf_config, template, tokenizer)

@@ -113,6 +113,16 @@ def test_pairs_and_labels_are_shown_with_their_trained_tokens(model: Path, tmp_p
     ]  # fmt: skip
 
 
+def test_prompts_have_no_counts_of_what_is_trained_on(model: Path, data: Path) -> None:
+    data.write_text('{"prompt": "Hi"}\n{"prompt": "Hi there, how are you today and tomorrow"}\n')
+    sizes = ["--seq-len", 16, "--max-completion-length", 12]
+    rows = run(data, "--model", model, "--objective", "grpo", "--documents", 0, *sizes)
+    assert "trained on" not in rows and "sequences" not in rows and "tokens of a prompt: the longest" in rows
+    assert "documents that have more than seq_len less max_completion_length (4) tokens: left out" in rows
+    counts = json.loads(run(data, "--model", model, "--objective", "grpo", "--json", *sizes))
+    assert counts["lengths"]["100"] > 4 and counts["documents"] == 2 and counts["sequences"] == 1
+
+
 def test_colours_on_a_terminal(model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")

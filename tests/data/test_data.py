@@ -1,5 +1,6 @@
 """Data from disk: every document found and named, every token once, and a stream that goes on from any place."""
 
+import io
 import json
 import math
 import re
@@ -53,6 +54,24 @@ def test_lines_are_found_and_named(tmp_path: Path) -> None:
     names = [found.name(i).removeprefix(f"{tmp_path}/") for i in range(len(found))]
     assert names == ["a.jsonl:2", "a.jsonl:4", "a.jsonl:6", "c.txt:1", "d.jsonl:1"]
     assert [found.read(i)[1:] for i in (0, 3)] == [(True, True, True), (False, True, True)]
+
+
+def test_names_in_any_order_do_not_read_the_file_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are read in a random order, and each is named."""
+    monkeypatch.setattr(corpus, "COUNTED_AGAIN", 100)
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n' * 1000)
+    found, num_bytes = Corpus([tmp_path / "a.jsonl"]), 0
+
+    class Counting(io.FileIO):
+        def read(self, size: int | None = -1) -> bytes:
+            nonlocal num_bytes
+            num_bytes += len(content := super().read(size) or b"")
+            return content
+
+    monkeypatch.setattr(corpus, "open_file", lambda path, _: Counting(path))
+    order = permutation(len(found), 0, "names").tolist()
+    assert [found.name(i) for i in order] == [f"{tmp_path}/a.jsonl:{1 + 2 * i}" for i in order]
+    assert num_bytes < 20 * (tmp_path / "a.jsonl").stat().st_size
 
 
 @given(text=st.text(st.sampled_from("a\né漢😀"), max_size=60), size=st.integers(4, 20))
@@ -132,6 +151,12 @@ def test_the_validation_split_is_fixed_and_by_whole_files(tmp_path: Path, monkey
     assert not sides[0] & sides[1] and all(sides) and len(sides[1]) + sum(held < 30) == round(0.3 * (30 + 13))
     assert np.array_equal(held, found.split(0.3, seed=5)[1]) and not np.array_equal(held, found.split(0.3, seed=6)[1])
     assert [len(side) for side in found.split(0, seed=5)] == [len(found), 0]
+    for fraction in (10, 1.0, -0.1, math.nan):  # ten of the documents, and not all but one
+        with pytest.raises(InputError, match="fraction: must be"):
+            found.split(fraction, seed=5)
+    for index in (-1, len(found)):
+        with pytest.raises(InputError, match=f"index: there is no document {index}; indices are from 0 to"):
+            found.read(index)
     two = Corpus([paths[3], paths[5]])
     for fraction in (0.01, 0.99):
         assert all(len({two.name(i).split(":")[0] for i in side}) == 1 for side in two.split(fraction, 0))

@@ -305,6 +305,11 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"empty: has no file of a known kind, which are \.jsonl"):
         Corpus([tmp_path / "empty"])
+    (tmp_path / "empty/dataset_dict.json").write_text('{"splits": ["train"]}')  # as `save_to_disk` writes it
+    (tmp_path / "empty/train").mkdir()
+    (tmp_path / "empty/train/data-00000-of-00001.arrow").write_bytes(b"ARROW1")
+    with pytest.raises(InputError, match=r"after it; train/data-00000-of-00001.arrow is an Arrow file: write it with"):
+        Corpus([tmp_path / "empty"])
 
 
 def test_linked_folders_are_read_once(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from huggingface_hub import HfApi
+from huggingface_hub.errors import GatedRepoError
 
 from ligermodels.data import converted
 from ligermodels.data.corpus import Corpus
@@ -90,6 +91,15 @@ def test_rows_are_fetched_once_for_a_commit(hub: dict[str, str]) -> None:
         texts("hf:owner/name:test")
 
 
+def test_the_address_of_a_gated_dataset_is_named(hub: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise GatedRepoError("gated", response=cast(Any, SimpleNamespace(headers={}, request=None)))
+
+    monkeypatch.setattr(HfApi, "dataset_info", refuse)
+    with pytest.raises(HubError, match=r"^datasets/owner/name: is gated: accept its terms at .*/datasets/owner/name"):
+        texts("hf:owner/name")
+
+
 def test_a_folder_of_the_same_name_is_not_read_in_its_place(hub: dict[str, str]) -> None:
     Path("owner/name").mkdir(parents=True)
     Path("owner/name/train.jsonl").write_text('{"text": "local"}')
@@ -115,7 +125,20 @@ def test_rows_of_another_version_are_not_used(hub: dict[str, str], monkeypatch: 
         texts("hf:owner/name")
 
 
-def test_turns_that_do_not_all_have_the_same_keys(hub: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("train.csv", "text,n\na,1\nb,2\n"), ("train.txt", "a\nb\n"), ("train.json", '[{"text": "a"}, {"text": "b"}]')],
+)
+def test_repositories_with_files_of_other_kinds(hub: dict[str, str], name: str, content: str) -> None:
+    """The package datasets does not know the columns of these before it reads them."""
+    Path("hub/owner/other").mkdir()
+    Path("hub/owner/other", name).write_text(content)
+    hub["owner/other"] = "c1"
+    assert texts("hf:owner/other") == ["a", "b"] and texts("hf:owner/other:train[:1]") == ["a"]
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.json"])
+def test_turns_that_do_not_all_have_the_same_keys(hub: dict[str, str], name: str) -> None:
     """The package datasets stores them as JSON texts."""
     function = {"name": "f", "arguments": {"unit": None, "x": 1}}
     answer = {"role": "assistant", "content": 'say "hi"\n', "reasoning_content": "r"}
@@ -123,8 +146,11 @@ def test_turns_that_do_not_all_have_the_same_keys(hub: dict[str, str]) -> None:
     chat = {"messages": [{"role": "user", "content": "a"}, call, answer], "tools": [{"name": "f"}, {"x": None}]}
     other = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, answer], "tools": []}
     lines = [json.dumps(row) for row in (chat, other)]
-    Path("hub/owner/name/train.jsonl").write_text("\n".join(lines))
-    corpus = Corpus(["hf:owner/name"])
+    Path("hub/owner/chats").mkdir()
+    text = "\n".join(lines) if name.endswith("l") else f"[{', '.join(lines)}]"
+    Path("hub/owner/chats", name).write_text(text)
+    hub["owner/chats"] = "c1"
+    corpus = Corpus(["hf:owner/chats"])
     assert [read_record(corpus.read(i)[0]) for i in range(2)] == [read_record(line.encode()) for line in lines]
 
 

@@ -269,8 +269,9 @@ def test_documents_in_memory() -> None:
     assert chunks.fingerprint == TokenDocuments(chunks.documents).fingerprint != documents.fingerprint
     for convert in (np.array, torch.tensor):
         assert TokenDocuments(map(convert, chunks.documents)).fingerprint == chunks.fingerprint
-    (batch,) = PackedBatches(chunks, [3, 0], seq_len=4, batch_size=1, epochs=1)
-    assert batch["input_ids"].tolist() == [[12, 13, 0, 1]]
+    for indices in ([3, 0], torch.tensor([3, 0])):
+        (batch,) = PackedBatches(chunks, indices, seq_len=4, batch_size=1, epochs=1)
+        assert batch["input_ids"].tolist() == [[12, 13, 0, 1]]
 
 
 def test_a_state_after_the_last_epoch_gives_nothing() -> None:
@@ -304,8 +305,9 @@ def test_a_stream_of_nothing_or_of_something_else_is_an_error() -> None:
             next(stream(lengths, 5))
     with pytest.raises(InputError, match="no document"):
         PackedBatches(Made([3]), np.arange(0), seq_len=5, batch_size=1)
-    with pytest.raises(InputError, match="seq_len=1"):
-        stream([3, 3], 1)
+    for sizes, message in (((1, 1), "seq_len: .* at least 2, got 1"), ((5, "1"), "batch_size: .* at least 1, got '1'")):
+        with pytest.raises(InputError, match=message):
+            PackedBatches(Made([3, 3]), seq_len=sizes[0], batch_size=sizes[1])
     state = stream([3, 3], 5, seed=1).state_dict()
     for other in (stream([3, 3], 5, seed=2), stream([3], 5, seed=1), stream([3, 33], 5, seed=1)):
         with pytest.raises(InputError, match="differs from the start of the run"):

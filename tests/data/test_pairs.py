@@ -88,13 +88,16 @@ LABELLED: dict[str, tuple[dict[str, Any], list[tuple[Any, bool]]]] = {
     ),
     "ShareGPT": ({"conversations": turns("Hi", "No."), "label": False}, [(([U, B], {}), False)]),
     "a pair": ({"chosen": [U, A], "rejected": [U, B]}, [(([U, A], {}), True), (([U, B], {}), False)]),
+    "two formats": ({"messages": [U, A], "prompt": "x", "completion": "y", "label": True}, [(([U, A], {}), True)]),
 }
 
 
 @pytest.mark.parametrize("name", LABELLED)
 def test_completions_with_labels(name: str) -> None:
     record, wanted = LABELLED[name]
-    assert [tuple(each) for each in read_labelled(record)[0]] == wanted
+    found, unused = read_labelled(record)
+    assert [tuple(each) for each in found] == wanted
+    assert unused == (["prompt", "completion"] if name == "two formats" else [])
 
 
 @pytest.mark.parametrize(

@@ -318,6 +318,7 @@ def test_a_subclass_may_have_attributes_of_these_names(pair: tuple[Any, lm.Causa
 
 @pytest.mark.parametrize("name", ["draft", "tree"])
 def test_streams_have_no_draft_heads(pair: tuple[Any, lm.CausalLM], name: str) -> None:
+    assert len(list(pair[1].stream(IDS, 2, **{name: None, "on_token": None, "streamer": None}))) == 2
     with pytest.raises(InputError, match=f"^{name}: a step with draft heads adds several tokens"):
         pair[1].stream([[5, 6]], max_new_tokens=2, **{name: lm.MedusaModel.from_base(pair[1], num_heads=1)})
 

@@ -363,6 +363,11 @@ def objectives() -> Any:
                         ),
                         argument,
                     )
-        if "beta" in inspect.signature(function).parameters:
-            for beta in (float("nan"), -1, "0.1"):
-                yield f"{name} beta {beta}", lambda _, f=function, given=given, beta=beta: f(**given, beta=beta), "beta"
+        for option, parameter in inspect.signature(function).parameters.items():
+            if isinstance(parameter.default, float):
+                for value in (float("nan"), float("inf"), "0.1", None, *([-1] if option == "beta" else [])):
+                    yield (
+                        f"{name} {option} {value}",
+                        lambda _, f=function, given=given, one={option: value}: f(**given, **one),
+                        option,
+                    )

@@ -95,6 +95,8 @@ def test_updates_that_drop(layer: Any, update: Any) -> None:
     layer.eval().update = update(layer, dropout=0.5)
     assert not drops(layer)  # a part is in the mode of its layer
     assert drops(layer.train()) and not drops(layer.eval())
+    layer.update.requires_grad_(False)
+    assert not drops(layer.train())
     layer.update = None
     assert layer.update is None and not drops(layer.train()) and "update" not in dict(layer.named_children())
 

@@ -331,7 +331,7 @@ def test_no_tokens_to_divide_by() -> None:
         ("dpo", {"f_divergence_type": "forward_kl", "loss_type": "sft"}, "'sft' has no f_divergence_type"),
         ("dpo", {"f_alpha_divergence_coef": 0.2}, "f_alpha_divergence_coef is of"),
         ("dpo", {"beta": 0.0}, "beta must be positive"),
-        ("dpo", {"beta": math.inf}, "beta must be a finite number, got inf"),
+        ("dpo", {"beta": math.inf}, "beta must be positive and finite, got inf"),
         ("cpo", {"beta": 0.0}, "beta must be positive"),
         ("cpo", {"label_smoothing": 0.7}, r"label_smoothing must be in \[0, 0.5\), got 0.7"),
         ("cpo", {"log_probs": torch.ones(3, 3), "mask": torch.ones(3, 3) > 0}, "log_probs must be of pairs"),

@@ -118,6 +118,20 @@ def test_parameters_that_the_loss_does_not_train_are_named(heads: Any) -> None:
 
 
 @pytest.mark.parametrize("heads", [*HEADS, lm.MTPModel, lm.MedusaModel])
+def test_heads_on_a_frozen_adapter_learn_without_its_dropout(heads: Any) -> None:
+    """From the states that the model has in use."""
+    adapted = lm.add_lora(target(), r=2, lora_dropout=0.5)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    model = heads.from_base(adapted)
+    assert torch.equal(model.train()(IDS, labels=IDS).loss, model.eval()(IDS, labels=IDS).loss)
+    adapted.requires_grad_()
+    assert not torch.equal(model.train()(IDS, labels=IDS).head_losses, model.eval()(IDS, labels=IDS).head_losses)
+
+
+@pytest.mark.parametrize("heads", [*HEADS, lm.MTPModel, lm.MedusaModel])
 def test_a_mean_of_heads_by_negative_weights_is_refused(heads: Any, base: lm.CausalLM) -> None:
     model = heads.from_base(base)
     weights = torch.linspace(-1, 1, IDS.numel()).view_as(IDS)

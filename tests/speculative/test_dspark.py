@@ -731,6 +731,43 @@ def test_other_forms_of_published_heads(tmp_path: Path) -> None:
         lm.DFlashModel.from_pretrained(base, tmp_path)
 
 
+@pytest.mark.parametrize("kind, profile", [("dflash", "z-lab"), ("dflash", "speculators"), ("vanilla", "deepspec")])
+def test_a_softcap_and_a_scale_of_the_embeddings_in_files(kind: str, profile: str, tmp_path: Path) -> None:
+    """Fields of z-lab's heads for Gemma. The softcap changes the distribution that drafts are sampled from; the scale
+    is a factor of the embeddings as they are stored."""
+    base, first, again = target(SOFTCAPPED, "float32"), tmp_path / "first", tmp_path / "again"
+    model = stirred(kind, base)
+    export_named(model, first, profile, "x")
+    config = json.loads((first / "config.json").read_text())
+    nested = config.get("dflash_config", {})
+    assert nested.get("input_embedding_scale") == (base.config.embed_scale if profile == "z-lab" else None)
+
+    def load(changes: dict[str, Any]) -> Any:
+        (first / "config.json").write_text(json.dumps({**config, **changes}))
+        return type(model).from_pretrained(base, first)
+
+    capped = load({"dflash_config": {**nested, "final_logit_softcapping": 2.0}})
+    hidden = torch.randn(3, 24)
+    for project in (capped.projection.logits, capped.project_with(torch.float32)):
+        torch.testing.assert_close(project(hidden), 2 * (model.projection.logits(hidden) / 2).tanh())
+    plain = model.project_with(torch.bfloat16)
+    large = hidden.bfloat16() * (9 / plain(hidden.bfloat16()).max())  # capped in bfloat16, several would be equal to 2
+    assert torch.equal(capped.project_with(torch.bfloat16)(large).argmax(-1), plain(large).argmax(-1))
+    export_named(capped, again, profile, "x")
+    assert type(model).from_pretrained(base, again).config == capped.config != model.config
+    assert verify_heads(again, SOFTCAPPED).passed
+    assert load({"final_logit_softcapping": 2.0}).config == capped.config
+    assert load({"final_logit_softcapping": 0, "output_multiplier": 1.0}).config == model.config
+    for changes, message in (
+        ({"output_multiplier": 2.0}, "output_multiplier: 2.0 is not implemented"),
+        ({"final_logit_softcapping": -1.0}, "final_logit_softcapping: must be a number above 0"),
+        ({"dflash_config": {**nested, "input_embedding_scale": 1.0}}, "scale: 1.0 .* with embeddings times 4.8"),
+        ({"dflash_config": {**nested, "input_embedding_scale": "4"}}, "input_embedding_scale: '4' is not implemented"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(changes)
+
+
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     base = target(dtype="float32")
     stirred("vanilla", base).export(tmp_path / "speculators", base_model="x")

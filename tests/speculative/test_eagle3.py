@@ -576,6 +576,17 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
+@torch.no_grad()
+def test_a_memory_budget_is_of_the_ranks_too() -> None:
+    model, ids, budgets = stirred(target(), 2), ids_of(9), list[Any]()
+    model.lm_head.register_forward_pre_hook(
+        lambda module, args, options: budgets.append(options["memory_budget"]), with_kwargs=True
+    )
+    wanted = model(ids, labels=ids)
+    assert torch.equal(model(ids, labels=ids, memory_budget=1000).ranks, wanted.ranks)
+    assert budgets == [2**30] * 2 + [1000] * 2
+
+
 def test_the_counted_vocabulary() -> None:
     """The most frequent trained tokens, ties to the lowest id, ascending, with d2t as offsets."""
     labels = [torch.tensor([[5, 5, -100, 9, 9, 2]]), torch.tensor([7, 5, 2])]

@@ -367,7 +367,12 @@ def test_only_formats_that_name_the_model_need_its_name(
     assert type(heads).from_pretrained(base, tmp_path).num_heads
     with pytest.raises(InputError, match=r"^base_model: config.json of this format names the base model; give its"):
         heads.export(tmp_path / "other", profile="speculators")
+    with pytest.raises(InputError, match=r"^profile: must be one of speculators.*got \['speculators'\]"):
+        heads.export(tmp_path / "other", profile=["speculators"])
     assert not (tmp_path / "other").exists()
+    heads.export(tmp_path / "other", base_model=Path("owner/name"))
+    stored = json.loads((tmp_path / "other" / "config.json").read_text())
+    assert stored["speculators_config"]["verifier"]["name_or_path"] == "owner/name"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Formats of Medusa heads: each read by its loader's rules, written from the formats' descriptions; round trips."""
 
+import copy
 import json
 import pickle
 import re
@@ -161,6 +162,8 @@ def test_exports_load_by_the_loaders_rules_and_come_back_exactly(
     assert again.shape == model.shape and again.lm_head == lm_head
     ids = torch.randint(3, VOCAB, (2, 7))
     assert torch.equal(again(ids).logits, model(ids).logits)
+    meta = lm.MedusaModel.from_pretrained(copy.deepcopy(base).to("meta"), folder)  # names and shapes are checked
+    assert meta.shape == model.shape and (meta.lm_head == "own") is (PROFILES[profile].lm_heads == "each")
     apart = lm.MedusaModel.from_pretrained(base, folder, own_lm_heads=True)
     assert apart.lm_head == "own" and torch.equal(apart(ids).logits, model(ids).logits)
     assert len({id(head.lm_head.weight) for head in apart.heads} | {id(base.head.weight)}) == num_heads + 1

@@ -185,6 +185,17 @@ def test_the_base_models_head_may_be_any_module(lm_head: str, distill: bool) -> 
         torch.testing.assert_close(mine, theirs)
 
 
+def test_a_memory_budget_is_of_the_kl_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    base, rows, ids = small("llama-3.1"), list[int](), torch.arange(12)[None]
+    joint = JointMedusa(lm.MedusaModel.from_base(base, 2), stirred(base))
+    logits = lm.CausalLM.logits
+    monkeypatch.setattr(lm.CausalLM, "logits", lambda model, x: rows.append(len(x)) or logits(model, x))
+    loss = joint(ids, labels=ids).loss
+    assert rows == [11]
+    torch.testing.assert_close(joint(ids, labels=ids, memory_budget=1).loss, loss)
+    assert rows == [11] + [1] * 11
+
+
 @pytest.mark.parametrize("distill", [False, True])
 @pytest.mark.parametrize("kind", ["llama-3.1", "mixtral"])
 def test_a_padded_batch_is_its_rows(kind: str, distill: bool) -> None:

@@ -118,8 +118,13 @@ def test_right_medusa_and_mtp_heads_pass(tmp_path: Path) -> None:
         ("medusa", "Medusa", MODEL), ("tgi", "Medusa", MODEL), ("mtp", "MTP", MODEL),
         ("whole", "MTP", {**MODEL, "model_type": "gemma2"}),
     ):  # fmt: skip
-        report = verify_heads(tmp_path / name, config)
-        assert report.passed and report.kind == kind, report.checks
+        for dtype in (torch.bfloat16, torch.float32):  # whatever torch's default is
+            torch.set_default_dtype(dtype)
+            try:
+                report = verify_heads(tmp_path / name, config)
+            finally:
+                torch.set_default_dtype(torch.float32)
+            assert report.passed and report.kind == kind, report.checks
 
 
 def eagle_ids(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -184,6 +189,19 @@ def first_mismatch(folder: Path, change: Any, check: str, message: str) -> None:
     assert mismatch is not None and not report.passed and mismatch.name == check and message in mismatch.found, mismatch
     after = [each.passed for each in report.checks][report.checks.index(mismatch) + 1 :]
     assert after == [None] * len(after)
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"num_heads": 2}, "num_heads: config.json says 2 instead of 3"),
+    ({"num_hidden_layers": 1}, "num_hidden_layers: config.json says 1 instead of 2"),
+    ({"vocab_size": 60}, "vocab_size: config.json says 60 instead of 61"),
+    ({"medusa_fc_bias": None}, "medusa_fc_bias: is False in config.json, and the ResBlocks have biases"),
+], ids=lambda value: value if isinstance(value, str) else "changed")  # fmt: skip
+def test_a_mistake_in_medusa_heads_for_vllm_is_the_first_mismatch(
+    fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    stirred(lm.MedusaModel.from_base(base(), 3, 2)).save_pretrained(tmp_path)
+    first_mismatch(tmp_path, changed(**fields), "heads", message)
 
 
 def nested(name: str, **fields: Any) -> Callable[..., None]:

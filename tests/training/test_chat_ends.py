@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 import ligermodels as lm
 from ligermodels.cli import app
 from ligermodels.data.tokenizer import Tokenizer
+from ligermodels.errors import CheckpointWarning
 from ligermodels.training import Console, FineTuningRecipe, fine_tune
+from ligermodels.training.fine_tuning import export_adapter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,9 +51,14 @@ def test_the_end_of_a_turn_is_an_eos_of_what_is_written(base: Path, tmp_path: Pa
     # An adapter has it beside it, and so has what it is merged into.
     run(base, chats, tmp_path / "adapter", template, lora_rank=2)
     assert GenerationConfig.from_pretrained(tmp_path / "adapter").eos_token_id == [before, end]
+    export_adapter(tmp_path / "adapter", tmp_path / "of a checkpoint")
+    assert GenerationConfig.from_pretrained(tmp_path / "of a checkpoint").eos_token_id == [before, end]
     result = CliRunner().invoke(app, ["lora", "merge", str(base), str(tmp_path / "adapter"), str(tmp_path / "merged")])
     assert result.exit_code == 0, result.output
     assert GenerationConfig.from_pretrained(tmp_path / "merged").eos_token_id == [before, end]
+    chats.unlink()
+    with pytest.warns(CheckpointWarning, match=r"config.json: is as the base model's.*/chats.jsonl: no such"):
+        export_adapter(tmp_path / "adapter", tmp_path / "without data")
 
 
 @pytest.mark.parametrize("objective", ["sft", "dpo", "kto"])

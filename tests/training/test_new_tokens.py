@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -290,6 +293,19 @@ def test_a_run_with_new_tokens_resumes(tmp_path: Path, chats: Path, monkeypatch:
     longer = recipe_of(base, chats, checkpoint_every=1, steps=4)
     assert fine_tune(longer, tmp_path / "out", resume=True).step == 4
     assert len(list((tmp_path / "other/checkpoints").glob("*-base"))) == 1
+
+
+def test_files_with_new_tokens_are_utf_8_in_any_locale(tmp_path: Path) -> None:
+    make_base(tmp_path, note="é")
+    program = f"""if True:
+        from pathlib import Path
+        from ligermodels.data.new_tokens import with_tokens
+        folder = Path({str(tmp_path)!r})
+        print(with_tokens(folder / "config.json", folder, None, ["<\\uff5cend>"]))"""
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", program]
+    folder = subprocess.run(command, env={**os.environ, **locale}, capture_output=True, check=True).stdout.decode()
+    assert read_json(Path(folder.strip()) / "config.json")["note"] == "é"
 
 
 def test_embeddings_that_cannot_be_resized_are_named(tmp_path: Path) -> None:
