@@ -127,8 +127,9 @@ class _Sharder(NamedTuple):
     @classmethod
     def of(cls, mesh: DeviceMesh, plan: ParallelPlan, experts: DeviceMesh | None) -> _Sharder:
         param_dtype, reduce_dtype = map(dtype_named, (plan.param_dtype, plan.reduce_dtype))
-        # The embedding determines the dtype of activations. A cast of all inputs would also round loss weights.
-        policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
+        # The embedding determines the dtype of activations. A cast of all inputs would also round loss weights. Without
+        # a reduce_dtype, torch 2.15 sums in the parameters' own dtype, earlier releases in that of the computation.
+        policy = MixedPrecisionPolicy(param_dtype, reduce_dtype or param_dtype, cast_forward_inputs=False)
         uncast = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         return cls(mesh, None if experts is None or _only_copies(experts, plan) else experts, policy, uncast)
 
