@@ -80,7 +80,8 @@ def save_adapter(
             stacked experts (gpt-oss, Qwen3.5). "per_expert" has a layer for each expert, for vLLM's other mixtures and
             SGLang. "shared_outer" has three tensors for each mixture, for the option `experts_shared_outer_loras` of
             SGLang and `enable_moe_shared_loras` of vLLM. The formats compute the same. Default: "target_parameters".
-        overwrite: replace an adapter in `folder`; other files stay. Default: False.
+        overwrite: replace an adapter in `folder`, and a tokenizer, chat template and generation_config.json that are
+            there without a model; other files stay. Default: False.
 
     Raises:
         InputError: the model has no LoRA; or `expert_format` does not fit the family or the adapter.

@@ -12,7 +12,7 @@ from ligermodels.adapt.expert_files import PREFIX, file_names, find_experts
 from ligermodels.adapt.lora import AnyLoRA, Model, new_updates
 from ligermodels.adapt.named_layers import warn_of_other_layers
 from ligermodels.adapt.saved_modules import check_unquantized, module_paths, stored_modules
-from ligermodels.adapt.targets import Target, container, expert_targets, leaf, targets, transformers_layout
+from ligermodels.adapt.targets import Target, container, ends_with, expert_targets, leaf, targets, transformers_layout
 from ligermodels.adapt.token_rows import NAME as TOKEN_ROWS
 from ligermodels.adapt.token_rows import rows_of_file
 from ligermodels.arguments import ExpertFormat
@@ -60,7 +60,7 @@ def adapter_of_file(
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.folder / ADAPTER}: {error}") from None
     for target in config.get("target_parameters") or ():
-        if not any(f".{path}".endswith(f".{target}") for path in found.names):
+        if not any(ends_with(path, target) for path in found.names):
             raise ConfigError(f"{ADAPTER_CONFIG}: target_parameters: {target!r} names no experts that {ADAPTER} adapts")
     rest = paths - file_names(found)
     if unknown := [path for path in sorted(rest) if path not in linear]:

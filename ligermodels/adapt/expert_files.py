@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ligermodels.adapt.targets import Target, container, leaf
+from ligermodels.adapt.targets import Target, container, ends_with, leaf
 from ligermodels.arguments import ExpertFormat
 from ligermodels.convert.mappings import TensorView, WeightMapping, interleaved_gate_up, rename, stack
 from ligermodels.errors import CheckpointError, InputError, short
@@ -136,7 +136,7 @@ def _is_stacked(name: str, experts: str, paths: Collection[str], target_paramete
     """Whether a file of PEFT adapts the stacked parameter `name` of the module `experts`."""
     if f"{experts}.base_layer" in paths:
         return True
-    targets = {leaf(target) for target in target_parameters if f".{experts}.{name}".endswith(f".{target}")}
+    targets = {leaf(target) for target in target_parameters if ends_with(f"{experts}.{name}", target)}
     return experts in paths and name in targets
 
 

@@ -59,7 +59,8 @@ class Float8Report:
 def float8_agreement(
     model: CausalLM, input_ids: Tensor, recipe: Float8Recipe | None = None, *, exclude: Sequence[str] = ()
 ) -> Float8Report:
-    """Compare gradients of the language-modelling loss on `input_ids` in float8 and in the model's dtype.
+    """Compare gradients of the language-modelling loss on `input_ids` in float8 and in the model's dtype. Dropout drops
+    the same elements in both.
 
     Needs memory for two copies of the gradients. Afterwards the model is in float8, in training mode and without
     gradients.
@@ -90,9 +91,11 @@ def float8_agreement(
 
 def _gradients(model: CausalLM, input_ids: Tensor) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad(set_to_none=True)
-    loss = model(input_ids, labels=input_ids).loss
-    assert loss is not None
-    loss.backward()
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):  # the next pass begins with the same random state
+        loss = model(input_ids, labels=input_ids).loss
+        assert loss is not None
+        loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return float(loss.detach()), gradients

@@ -135,8 +135,8 @@ def merge_lora(model: Model, *, dequantize: bool = False) -> Model:
         `model`.
 
     Raises:
-        InputError: the model has no LoRA, or is sharded; or an update has values that are not finite. The model is not
-            changed.
+        InputError: the model has no LoRA, or is sharded; an update has values that are not finite; or an adapted weight
+            is pruned or parametrised. The model is not changed.
 
     Examples:
         >>> lm.merge_lora(model).save_pretrained("merged/")  # doctest: +SKIP
@@ -146,8 +146,10 @@ def merge_lora(model: Model, *, dequantize: bool = False) -> Model:
     if is_sharded(model):
         raise InputError("merge_lora: the model is sharded; save_adapter, then load it into a whole model and merge")
     _check_finite(updates)
-    for name in updates:
-        layer: Any = model.get_submodule(name)
+    layers: dict[str, Any] = {name: model.get_submodule(name) for name in updates}
+    for name, layer in layers.items():
+        layer.check_own_weights(name)
+    for layer in layers.values():
         layer.merge_update(model.dtype if dequantize else None)
     if dequantize:
         for layer in quantized_layers(model).values():  # layers without LoRA

@@ -9,6 +9,7 @@ from itertools import compress
 from typing import Any
 
 from ligermodels.adapt.patterns import full_matches
+from ligermodels.adapt.targets import ends_with
 from ligermodels.convert.files import ADAPTER, ADAPTER_CONFIG
 from ligermodels.convert.json_values import is_int, is_list_of
 from ligermodels.errors import AdapterWarning, short, warn_caller
@@ -70,4 +71,4 @@ def _matching(names: Any, paths: Sequence[str]) -> set[str]:
         return set(compress(paths, full_matches(names, paths)))
     if not is_list_of(names, lambda name: isinstance(name, str)):
         raise ValueError("is neither an expression nor a list of names")
-    return {path for path in paths if any(f".{path}".endswith(f".{name}") for name in names)}
+    return {path for path in paths if any(ends_with(path, name) for name in names)}

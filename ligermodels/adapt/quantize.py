@@ -59,7 +59,7 @@ def quantize(
     Raises (before the model is changed):
         InputError: an unknown format; a pattern that matches nothing; no layer to quantise; a head that is not an
             `LMHead`; a model that is quantised, in float8 training or sharded, or that computes with the modules of a
-            transformers model; weights that are not finite in float32.
+            transformers model; weights that are not finite in float32, or are pruned or parametrised.
 
     Examples:
         >>> model = lm.from_pretrained("Qwen/Qwen3-0.6B", dtype=torch.bfloat16)  # doctest: +SKIP
@@ -138,6 +138,7 @@ def _check_quantizable(name: str, layer: Any) -> None:
     advice = _advice(f"{name}.experts" if experts else name)
     if type(layer).forward is not (MoE.forward if experts else Linear.forward):
         raise InputError(f"{name}: is a {type(layer).__name__}, which has no quantised form; {advice}")
+    layer.check_own_weights(name)
     for weight in (layer.gate_up, layer.down) if experts else (layer.weight,):
         _check_finite(name, weight, advice)
 
@@ -177,6 +178,7 @@ def _check_finite(name: str, weight: Tensor, advice: str) -> None:
 def _check_head(head: nn.Module) -> None:
     if type(head) is not LMHead:
         raise InputError(f"head: is a {type(head).__name__}, which has no quantised form; {_HEAD_ADVICE}")
+    head.check_own_weights("head")
     _check_finite("head", head.weight, _HEAD_ADVICE)
 
 

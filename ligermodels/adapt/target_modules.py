@@ -11,7 +11,9 @@ from ligermodels.adapt.patterns import full_matches
 from ligermodels.adapt.targets import (
     Target,
     container,
+    ends_with,
     expert_targets,
+    layers_of_own_classes,
     layouts_of,
     leaf,
     linear_layers,
@@ -33,7 +35,7 @@ def chosen_targets(
 ) -> dict[str, Target]:
     """Path in transformers -> target, for all targets that the arguments of `add_lora` name.
 
-    Warns if experts, or dense layers with the names of experts, are left out.
+    Warns if experts, dense layers with the names of experts, or layers of a user's own classes are left out.
 
     Args:
         model: the model.
@@ -86,7 +88,7 @@ class _Names:
         parameters = [path for path, target in self.experts.items() if target.is_whole]
         paths: list[str] = []
         for name in wanted or ():
-            matching = [path for path in parameters if _ends_with(path, name)]
+            matching = [path for path in parameters if ends_with(path, name)]
             if not matching:
                 known = ", ".join(dict.fromkeys(".".join(path.split(".")[-2:]) for path in parameters)) or "none"
                 raise InputError(
@@ -114,12 +116,12 @@ class _Names:
         return paths
 
     def _of_name(self, name: str) -> list[str]:
-        paths = [path for path in self.linear if _ends_with(path, name)]
+        paths = [path for path in self.linear if ends_with(path, name)]
         for path, target in self.experts.items():
             layers = target.layers[0] if len(target.layers) == 1 else ()
-            matching = {layer for layer in layers if _ends_with(layer, name)}
-            whole = target.is_whole and _ends_with(container(path), name)
-            if whole or _ends_with(path, name) or _all_or_none(name, layers, matching):
+            matching = {layer for layer in layers if ends_with(layer, name)}
+            whole = target.is_whole and ends_with(container(path), name)
+            if whole or ends_with(path, name) or _all_or_none(name, layers, matching):
                 paths.append(path)
         return paths
 
@@ -136,7 +138,15 @@ class _Names:
         return f"target_modules: {name!r} {reason}; known: {', '.join(known)}"
 
     def warn_of_omissions(self, wanted: str | Sequence[str], chosen: Mapping[str, Target]) -> None:
-        """Warn of experts that "all-linear" does not reach, and of dense layers with the names of experts."""
+        """Warn of experts that "all-linear" does not reach, of dense layers with the names of experts, and of layers of
+        other classes."""
+        own = layers_of_own_classes(self.model, self.layout)
+        left_out = _named_by(wanted, list(own))
+        if left_out:
+            _warn(
+                f"{len(left_out)} layers, such as {left_out[0]}, a {own[left_out[0]]}, are not adapted: LoRA is a part "
+                "of ligermodels.layers.Linear, and of subclasses with its forward"
+            )
         has_experts = any(target.projection is not None for target in chosen.values())
         if self.experts and not has_experts and (wanted == ALL_LINEAR or ALL_LINEAR in wanted):
             layers = f"{len(mixtures(self.model))} of {len(self.model.decoder.blocks)} layers"
@@ -152,7 +162,7 @@ class _Names:
         left_out = [
             path
             for path, _, sources in every
-            if not names.isdisjoint(map(leaf, sources)) and any(_ends_with(path, name) for name in wanted)
+            if not names.isdisjoint(map(leaf, sources)) and any(ends_with(path, name) for name in wanted)
         ]
         if left_out:
             _warn(
@@ -165,8 +175,13 @@ def _warn(message: str) -> None:
     warnings.warn(f"LoRA: {message}", AdapterWarning, stacklevel=5)
 
 
-def _ends_with(path: str, name: str) -> bool:
-    return f".{path}".endswith(f".{name}")
+def _named_by(wanted: str | Sequence[str], paths: Sequence[str]) -> list[str]:
+    """The `paths` that `target_modules` names, which has been checked."""
+    if wanted == ALL_LINEAR or ALL_LINEAR in wanted:
+        return [*paths]
+    if isinstance(wanted, str):
+        return list(compress(paths, full_matches(wanted, paths)))
+    return [path for path in paths if any(ends_with(path, name) for name in wanted)]
 
 
 def _all_or_none(name: str, group: Sequence[str], matching: set[str]) -> bool:

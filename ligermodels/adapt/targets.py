@@ -69,6 +69,11 @@ def container(path: str) -> str:
     return path.rpartition(".")[0]
 
 
+def ends_with(path: str, name: str) -> bool:
+    """Whether `name` is the whole of a dotted path, or its last components."""
+    return f".{path}".endswith(f".{name}")
+
+
 def transformers_layout(model: CausalLM) -> WeightMap:
     """The weight map of transformers' model for the same checkpoint, including a vision tower."""
     spec = model.require_export_spec()
@@ -123,15 +128,31 @@ def _sources(mapping: WeightMapping) -> list[str]:
 
 def _is_adaptable(name: str, module: nn.Module | None, mapping: WeightMapping) -> bool:
     """Whether the module is a linear layer of a block with the forward of `Linear`, and its parts are rows."""
-    if not (name.startswith("decoder.blocks.") and isinstance(module, Linear)):
-        return False
-    if type(module).forward is not Linear.forward:  # a user's class
+    if not (_is_in_block(name) and isinstance(module, Linear) and type(module).forward is Linear.forward):
         return False
     try:
         mapping.split(torch.empty(module.out_features, device="meta"))
     except (RuntimeError, IndexError):
         return False
     return True
+
+
+def layers_of_own_classes(model: CausalLM, weight_map: WeightMap) -> dict[str, str]:
+    """Path in transformers -> class, of linear layers of blocks that LoRA cannot adapt: a user has put a class with a
+    forward of its own, such as `torch.nn.Linear`, in the place of a `Linear`."""
+    found: dict[str, str] = {}
+    modules = dict(model.named_modules())
+    for mapping in weight_map.mappings:
+        name, _, parameter = mapping.target.rpartition(".")
+        module, is_weight = modules.get(name), parameter == "weight" and _is_in_block(name)
+        if is_weight and isinstance(module, nn.Linear) and type(module).forward is not Linear.forward:
+            kind = f"{type(module).__module__}.{type(module).__qualname__}"
+            found |= {source.removesuffix(".weight"): kind for source in _sources(mapping)}
+    return found
+
+
+def _is_in_block(name: str) -> bool:
+    return name.startswith("decoder.blocks.")
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------

@@ -152,8 +152,8 @@ class ExpertLoRA(ExpertUpdate):
 
         B is relative to the scaling of the first part."""
         parts = self.parts_of(projection)
-        a = own_experts(self.get_parameter(f"lora_A_{projection}"))
-        b = [own_experts(self.get_parameter(f"lora_B_{part.leaf}")) for part in parts]
+        a = own_experts(getattr(self, f"lora_A_{projection}"))
+        b = [own_experts(getattr(self, f"lora_B_{part.leaf}")) for part in parts]
         native = b[0].new_zeros(len(b[0]), self.sizes[projection][1], a.shape[1])
         rows_first = native.movedim(0, -1)
         start = 0

@@ -78,6 +78,16 @@ class Composed(nn.Module, Generic[AnyCompute, AnyUpdate]):
             if missing:
                 raise InputError(f"compute: holds {missing}, which would be lost; call make_dense(dtype) first")
 
+    def check_own_weights(self, name: str) -> None:
+        """Raise InputError, with the layer's `name`, if a weight is computed from other parameters: it is computed
+        anew in each pass, and a change of it would be lost."""
+        for weight in self.weight_keys:
+            if not isinstance(getattr(self, weight), nn.Parameter | None):
+                raise InputError(
+                    f"{name}.{weight}: is no parameter, but computed from others (pruned or parametrised); make it one "
+                    "first, by torch.nn.utils.prune.remove or torch.nn.utils.parametrize.remove_parametrizations"
+                )
+
     def store(self, compute: AnyCompute | None) -> None:
         """Set `compute`: the same as an assignment."""
         self.compute = compute  # type: ignore[misc]

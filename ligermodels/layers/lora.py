@@ -150,8 +150,8 @@ class LoRA(Update):
     def _native_b(self, shard: Shard) -> Tensor:
         """B of all parts, (native out, sum of r), zero off the blocks; relative to the first part's scaling."""
         if self._whole:
-            return self.get_parameter(self._names[0])
-        b = [shard.local(self.get_parameter(name)) for name in self._names]
+            return cast(Tensor, getattr(self, self._names[0]))
+        b = [shard.local(getattr(self, name)) for name in self._names]
         native = b[0].new_zeros(self.out_features, self.rank)
         start = 0
         for part, rows in zip(self.parts, b, strict=True):

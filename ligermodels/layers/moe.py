@@ -228,9 +228,8 @@ class MoE(ComposedExperts, Layer):
     output or None), and `latent_in` and `latent_out` (linear layers before and after the experts, or None). Parameters:
     `gate_up` (E, 2 * size, H), with pairs of gate and up rows as in `GatedMLP`, without a gate the up rows (E, size,
     H); `down` (E, H, size); `gate_up_bias` (E, rows of `gate_up`) or None; `down_bias` (E, H) or None. Here H is
-    `latent_size`, if there is one. Optional parts are `compute` (weights in 4
-    or 8 bits, and the parameters are then None; or products in float8) and `update` (LoRA). Experts have no capacity
-    limit, so no token is dropped.
+    `latent_size`, if there is one. Optional parts are `compute` (weights in 4 or 8 bits; the parameters are then None)
+    and `update` (LoRA). Experts have no capacity limit, so no token is dropped.
     """
 
     batch_invariant: ClassVar[bool] = True

@@ -361,6 +361,7 @@ def test_lora(dropout: float) -> None:
         cosine, _ = agreement(gradient, wanted[key])
         assert cosine > 0.93, (key, cosine)
     assert in_place_of(lm.merge_lora(model))
+    assert float8_agreement(make(), tokens()).worst.error < 0.1
 
 
 def test_runs(tmp_path: Path, base: Path, data: Path) -> None:

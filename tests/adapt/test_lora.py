@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrizations, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from two_ranks import in_two_ranks
 from typer.testing import CliRunner
@@ -244,6 +245,19 @@ def test_a_compiled_model_and_steps_in_the_backward_pass() -> None:
     torch.testing.assert_close(model(tokens()).logits, plain(tokens()).logits)
 
 
+@pytest.mark.parametrize("config", [QWEN, CONFIGS["qwen3_moe"]], ids=["dense", "experts"])
+def test_a_functional_call(config: dict[str, Any]) -> None:
+    """Takes tensors in place of parameters, those of LoRA too."""
+    experts = [] if config is QWEN else ["experts"]
+    model, changed = (build(config, target_modules=["all-linear", *experts]) for _ in range(2))
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.mul_(1.1)
+    given = {name: 1.1 * parameter.detach() for name, parameter in model.named_parameters()}
+    found = torch.func.functional_call(model, given, (tokens(),))
+    assert torch.equal(found.logits, changed(tokens()).logits)
+
+
 def test_autocast_and_a_copy() -> None:
     model = build()
     twin = copy.deepcopy(model)
@@ -340,6 +354,18 @@ def test_an_update_that_is_not_finite_is_merged_into_no_layer(kind: Any) -> None
         lm.merge_lora(model)
     assert lora_layers(model) == updates
     assert all(torch.equal(tensor.nan_to_num(), before[key].nan_to_num()) for key, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("by", [prune.identity, lambda layer, name: parametrizations.weight_norm(layer, name)])
+def test_weights_that_are_computed_from_others_do_not_change_silently(by: Any) -> None:
+    model, name = build(), "decoder.blocks.2.mlp.down"
+    by(model.get_submodule(name), "weight")
+    with pytest.raises(InputError, match=f"{name}.weight: is no parameter, but computed from others"):
+        lm.merge_lora(model)
+    with pytest.raises(InputError, match=f"{name}.weight: is no parameter, but computed from others"):
+        lm.quantize(model, "int4")
+    assert len(lora_layers(model)) == 12 and model.decoder.blocks[0].mlp.down.weight is not None
+    gradients(model)
 
 
 def test_an_adapter_of_another_family_is_refused(tmp_path: Path) -> None:
@@ -440,6 +466,20 @@ def test_hooks_on_a_layer_are_not_lost() -> None:
         seen.clear()
         model(tokens())
         assert seen == ["hook", "forward"] and model.get_submodule("decoder.blocks.1.mixer.o") is layer
+
+
+@pytest.mark.parametrize("wanted", ["all-linear", ["o_proj", "down_proj"], r".*(o|down)_proj"], ids=str)
+def test_layers_of_another_class_are_left_out_with_a_warning(wanted: Any) -> None:
+    model = lm.from_config(LLAMA)
+    old = model.decoder.blocks[1].mlp.down
+    model.decoder.blocks[1].mlp.down = nn.Linear(old.in_features, old.out_features, bias=False)
+    name = "model.layers.1.mlp.down_proj, a torch.nn.modules.linear.Linear"
+    with pytest.warns(AdapterWarning, match=f"LoRA: 1 layers, such as {re.escape(name)}, are not adapted"):
+        lm.add_lora(model, 2, target_modules=wanted)
+    assert len(lora_layers(model)) == (11 if wanted == "all-linear" else 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lm.add_lora(lm.merge_lora(model), 2, target_modules=["o_proj"])
 
 
 def test_routers_are_refused_by_name() -> None:

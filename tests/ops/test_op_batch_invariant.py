@@ -16,8 +16,8 @@ from ligermodels import ops
 from ligermodels.errors import BackendError, InputError
 from ligermodels.ops.glu.glu import GLUOptions
 
-SIZES = [(34, 33), (70, 130), (2, 1)]
-"""(N, K): less than a tile, several tiles and steps."""
+SIZES = [(34, 33), (70, 130), (4, 97), (2, 1)]
+"""(N, K): less than a tile, several tiles and steps, few rows as of LoRA."""
 BOUNDS = [0, 5, 5, 6, 39]
 """Of documents: one without tokens, of one token, of several tiles."""
 
