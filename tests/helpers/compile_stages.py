@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from enum import IntEnum
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ ALLOCATED = "ttgpuir_to_llvmir"
 """Triton's name of the point at which memory is allocated."""
 SHARED = {"shared": "ttg.shared", "tmem_size": "ttg.tensor_memory_size"}
 """Field of Triton's metadata -> attribute of a module."""
+BACKENDS = {"cuda": "nvidia", "hip": "amd"}
+"""Triton's name of a backend in targets -> in its instrumentation."""
 
 
 class Shown(IntEnum):
@@ -95,7 +99,7 @@ class Stages:
         if not arguments:
             return ("machine code" if self._machine_code else "memory"), ""  # a part of the key in Triton's cache
         backend, stages, _, _, capability = arguments
-        type(backend).instrumentation = self
+        self._instrument(backend)
         to_ttir, to_llir = stages["ttir"], stages["llir"]
 
         def ttir(source: Any, metadata: dict[str, Any]) -> Any:
@@ -136,6 +140,16 @@ class Stages:
             stages[name] = unless_empty(stages[name])
         stages[end] = last(stages[end])
         return None
+
+    def _instrument(self, backend: Any) -> None:
+        """Have Triton call `patch` within its stages: an attribute of a backend until Triton 3.8, then a callback."""
+        if find_spec("triton._instrumentation") is None:
+            type(backend).instrumentation = self
+            return
+        registry: Any = import_module("triton._instrumentation")
+        place = {"point": ALLOCATED.replace("_", "-"), "backend": BACKENDS[backend.target.backend]}
+        registry.unregister_instrumentation(**place)
+        registry.register_instrumentation(**place, callback=lambda passes: self.patch(ALLOCATED, passes, None))
 
     def load_dialects(self, context: Any) -> None:
         """Nothing: a part of Triton's interface."""
