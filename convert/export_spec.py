@@ -97,8 +97,6 @@ class ExportSpec:
         """
         if keep not in get_args(Keep):
             raise InputError(f"keep: must be one of {', '.join(map(repr, get_args(Keep)))}, got {short(keep)}")
-        if any(tensor.is_meta for tensor in state.values()):
-            raise InputError("the model is on the meta device, without weights: load it on another to save it")
         folder = folder_to_write(folder)
         dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
         ranks, source = Ranks(state.values()), None if keep == "model" else self.source

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.convert.shards import is_dtensor
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, InputError
 
 Result = TypeVar("Result")
 
@@ -94,10 +94,12 @@ class Ranks:
 
     def fetch(self, reads: Mapping[str, Callable[[], Tensor]]) -> dict[str, Tensor]:
         """Call all functions of `reads` (name -> function), in order; the tensors on the host, contiguous, if this rank
-        `writes`, and an empty dict otherwise. Call it within a `step`."""
+        `writes`, and an empty dict otherwise. Call it within a `step`. Raises InputError for the meta device."""
         tensors: dict[str, Tensor] = {}
         for name, read in reads.items():
             tensor = read()
+            if tensor.is_meta:
+                raise InputError(f"{name}: is on the meta device, without values: load the model on another to save it")
             if self.writes:
                 tensors[name] = tensor.detach().cpu().contiguous()
         return tensors

@@ -45,7 +45,7 @@ def evaluate(model: CausalLM, batches: Iterable[Batch]) -> float:
         >>> ids = torch.arange(3, 40)[None]
         >>> perplexity(evaluate(model, [Batch({"input_ids": ids, "labels": ids})]))
     """
-    check_native(model, "evaluate")
+    _check_native(model, "evaluate")
     losses, counts = [], []
     with evaluating(model):
         ranks = DataRanks.of(model)
@@ -104,7 +104,7 @@ def evaluate_kl(model: CausalLM, reference: CausalLM, batches: Iterable[Batch]) 
         >>> evaluate_kl(model, reference, [Batch({"input_ids": ids, "labels": ids})]).perplexity_change
     """
     for each in (model, reference):
-        check_native(each, "evaluate_kl")
+        _check_native(each, "evaluate_kl")
     sizes = [each.config.vocab_size for each in (model, reference)]
     if sizes[0] != sizes[1]:
         raise InputError(f"reference: has a vocabulary of {sizes[1]:,} tokens, and the model one of {sizes[0]:,}")
@@ -125,3 +125,8 @@ def evaluate_kl(model: CausalLM, reference: CausalLM, batches: Iterable[Batch]) 
     total = torch.stack(sums).sum(0)
     *totals, count = ranks.sum(torch.cat([total, total.new_tensor([sum(counts)])])).tolist()
     return KLToReference(*(x / max(1, count) for x in totals))
+
+
+def _check_native(model: Any, function: str) -> None:
+    """See `check_native`; the model may be in the wrapper that `torch.compile` returns."""
+    check_native(getattr(model, "_orig_mod", model), function)

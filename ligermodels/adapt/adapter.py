@@ -178,7 +178,8 @@ def load_adapter(
     Args:
         model: a model without LoRA, not sharded.
         name_or_path: a local folder or a hub repo id.
-        is_trainable: whether A and B can be trained. Default: False, they are frozen too, as in PEFT.
+        is_trainable: whether A and B can be trained. Default: False, they are frozen too, as in PEFT, and
+            have no dropout.
         dtype: dtype of A and B; stored tensors are cast. Default: the dtype of the adapted weights.
         revision: branch, tag or commit on the hub. Default: the main branch.
         token: access token for the hub. Default: the token of `huggingface-cli login`.

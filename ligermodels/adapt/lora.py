@@ -55,8 +55,8 @@ def add_lora(
         model: the model, without LoRA and not sharded.
         r: rank of the updates. Default: 16.
         lora_alpha: numerator of the scaling lora_alpha / r. Default: 32.
-        lora_dropout: probability of zeroing an element of x, in training mode. q, k and v share a mask, and so do gate
-            and up; in PEFT each has its own, and experts have none. Default: 0.
+        lora_dropout: probability of zeroing an element of x, in training mode, unless A and B are frozen. q, k and v
+            share a mask, and so do gate and up; in PEFT each has its own, and experts have none. Default: 0.
         target_modules: names of linear layers in transformers ("q_proj" or "layers.0.self_attn.q_proj"), or a regular
             expression that matches whole paths. Names of experts ("gate_proj", "up_proj", "down_proj", for Mixtral
             "w1", "w3", "w2") adapt all experts, each with an A and a B of its own for each name; "experts" adapts

@@ -14,7 +14,7 @@ from huggingface_hub import HfApi
 from ligermodels.convert.hub import explained
 from ligermodels.data.compression import optional
 from ligermodels.data.converted import cached, newest, write_parts
-from ligermodels.data.json_files import ROWS_AT_ONCE, arrow_lines
+from ligermodels.data.json_files import arrow_lines
 from ligermodels.errors import HubError, InputError
 
 PREFIX = "hf:"
@@ -70,7 +70,8 @@ class HubDataset(NamedTuple):
             rows = datasets.load_dataset(self.repo, self.config, **options)
             rows = rows if self.rows is None else rows.take(self.rows)
             # As Arrow: pictures stay bytes, JSON stays text, and features need not be known (CSV, text, JSON arrays).
-            yield from arrow_lines(rows.with_format("arrow").iter(batch_size=ROWS_AT_ONCE), name)
+            # A batch is one row, since rows of several files may differ in their types, which a table cannot.
+            yield from arrow_lines(rows.with_format("arrow").iter(batch_size=1), name)
         except InputError:
             raise
         except Exception as error:  # the package has no common class of errors

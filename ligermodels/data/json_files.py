@@ -22,8 +22,6 @@ BOM = b"\xef\xbb\xbf"
 BLANK = " \t\r\n"
 PART = 1 << 20
 """Characters of an array that are read at once."""
-ROWS_AT_ONCE = 1024
-"""Rows of an Arrow table that are read at once."""
 
 
 def items_of(content: BinaryIO, name: str) -> Callable[[BinaryIO, str], Iterator[bytes]] | None:
@@ -209,7 +207,7 @@ def parquet_lines(content: BinaryIO, name: str) -> Iterator[bytes]:
     try:
         file = parquet.ParquetFile(content if content.seekable() else io.BytesIO(content.read()))
         _check_columns(file.schema_arrow.names, name)
-        yield from arrow_lines(file.iter_batches(batch_size=ROWS_AT_ONCE), name)
+        yield from arrow_lines(file.iter_batches(batch_size=1024), name)
     except pyarrow.ArrowException as error:
         raise InputError(f"{name}: cannot be read as Parquet: {error}") from None
 

@@ -67,7 +67,7 @@ class ExpertLoRA(ExpertUpdate):
     Args:
         gate_up, down: sizes (E, out, in) of both weights.
         parts: the updated parts.
-        dropout: probability that an element of x is dropped, in training mode.
+        dropout: probability that an element of x is dropped: see `UpdatePart.drops`.
         dtype: dtype of A and B.
         device: device of A and B.
         shared_outer: all experts share A of `gate_up` and B of `down`, whose other side is the hidden size. These

@@ -58,7 +58,7 @@ class UpdatePart(Part):
     projections: tuple[str, ...] = ("weight",)
     """Names of the parameters that have an update."""
     dropout: float = 0.0
-    """Probability that an element of the input is dropped, in training mode, while the part is trained."""
+    """Probability that an element of the input is dropped, in training mode, unless all parameters are frozen."""
 
     @property
     def drops(self) -> bool:

@@ -72,7 +72,7 @@ class LoRA(Update):
     Args:
         linear: the layer to update; sizes and device are taken from it.
         parts: the updated parts of the layer.
-        dropout: probability that an element of x is dropped, in training mode.
+        dropout: probability that an element of x is dropped: see `UpdatePart.drops`.
         dtype: of A and B, by default the dtype of the weight, or `default_dtype` where the weight is kept as codes.
         default_dtype: see `dtype`.
     """

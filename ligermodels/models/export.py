@@ -218,8 +218,8 @@ class ExportMixin(nn.Module):
 
         Args:
             state_dict: name -> tensor, on any device and in any float dtype; values are cast to the model's dtype. If
-                the model was loaded from a checkpoint of a multimodal model, the names may also be of that whole model.
-                Tensors outside the language model (a vision tower, draft heads) are left out.
+                the model was loaded from a checkpoint with more than a language model (a vision tower, draft heads),
+                the names may also be of that whole checkpoint; tensors outside the language model are left out.
 
         Raises:
             CheckpointError: tensors are missing, unexpected or misshapen; the message lists all of them, and the model

@@ -188,7 +188,7 @@ def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> BlockDraftC
     _refuse_others(stored, nested, fields)
     _check_embed_scale(fields.get(EMBED_SCALE), target)
     warn_unread(stored, _READ | _GEMMA4_READ if stored.get("model_type") in GEMMA4 else _READ)
-    layers = _layers(stored)
+    layers, softcap = _layers(stored), fields.get(SOFTCAP) or None
     if kind == DSPARK_TYPE and misses_anchor(stored):
         warn_caller(
             "config.json: sample_from_anchor is missing; this model takes it for true, but vLLM for false: write true "
@@ -208,7 +208,7 @@ def read_config(stored: Mapping[str, Any], target: DecoderConfig) -> BlockDraftC
         mask_token_id=fields["mask_token_id"],
         sample_from_anchor=kind == DSPARK_TYPE,
         causal=_causal(stored, nested, layers),
-        final_logit_softcapping=None if SOFTCAP in layers else fields.get(SOFTCAP) or None,
+        final_logit_softcapping=None if softcap == layers.get(SOFTCAP) else softcap,
         **(_markov_fields(fields) if kind == DSPARK_TYPE else {}),
     )
 

@@ -219,8 +219,7 @@ def formulas(
         hidden.append(f.norm(x, "norm")[config.block_size - config.num_drafts :])
     h = torch.stack(hidden)
     logits, confidence, corrected = F.linear(h, lm_head), None, None
-    softcap = config.layers.get("final_logit_softcapping", config.final_logit_softcapping)
-    if softcap is not None:
+    if softcap := config.final_logit_softcapping or config.layers.get("final_logit_softcapping"):
         logits = softcap * (logits / softcap).tanh()
     e = f.weight(f"{MARKOV}.markov_w1.weight")[previous] if config.markov_rank else h[..., :0]
     if config.markov_rank:

@@ -137,6 +137,21 @@ def test_repositories_with_files_of_other_kinds(hub: dict[str, str], name: str, 
     assert texts("hf:owner/other") == ["a", "b"] and texts("hf:owner/other:train[:1]") == ["a"]
 
 
+@pytest.mark.parametrize(
+    ("ending", "contents"),
+    [
+        ("csv", ["text,n\na,\nb,1\n", "text,n\nc,x\n"]),
+        ("json", ['[{"text": "a", "n": null}, {"text": "b", "n": null}]', '[{"text": "c", "n": {"x": 1}}]']),
+    ],
+)
+def test_files_whose_columns_have_other_types(hub: dict[str, str], ending: str, contents: list[str]) -> None:
+    Path("hub/owner/parts").mkdir()
+    for number, content in enumerate(contents):
+        Path(f"hub/owner/parts/train-{number}.{ending}").write_text(content)
+    hub["owner/parts"] = "c1"
+    assert texts("hf:owner/parts") == ["a", "b", "c"]
+
+
 @pytest.mark.parametrize("name", ["train.jsonl", "train.json"])
 def test_turns_that_do_not_all_have_the_same_keys(hub: dict[str, str], name: str) -> None:
     """The package datasets stores them as JSON texts."""

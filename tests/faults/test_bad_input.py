@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,16 @@ def test_bad_prompts(model: lm.CausalLM) -> None:
 def test_models_that_cannot_be_saved(model: lm.CausalLM, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.export_spec"):
         lm.CausalLM(model.config).save_pretrained(tmp_path / "out")
-    with pytest.raises(InputError, match="meta device, without weights: load it on another to save it"):
-        lm.from_config(model.hf_config, device="meta").save_pretrained(tmp_path / "out")
+    meta = lm.from_config(model.hf_config, device="meta")
+    heads, eagle = lm.MedusaModel.from_base(meta, 1), lm.Eagle3Model.from_base(meta)
+    adapted = lm.add_lora(lm.from_config(model.hf_config, device="meta"), 2)
+    for save in (
+        meta.save_pretrained,
+        heads.save_pretrained,
+        partial(heads.export, profile="fasterdecoding", base_model="x"),
+        partial(eagle.export, base_model="x"),
+        partial(lm.save_adapter, adapted),
+    ):
+        with pytest.raises(InputError, match="is on the meta device, without values: load the model on another to"):
+            save(tmp_path / "out")
     assert not (tmp_path / "out").exists()

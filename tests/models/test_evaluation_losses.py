@@ -56,3 +56,10 @@ def test_what_is_no_model_or_no_batch_is_named() -> None:
     with pytest.raises(InputError, match="reference: has a vocabulary of 200 tokens, and the model one of"):
         evaluate_kl(model, other, [batch])
     assert on_device(batch, "cpu").keys() == batch.keys()
+
+
+def test_models_that_torch_compile_wraps() -> None:
+    model, ids = lm.from_config(CONFIGS["llama-3"]), torch.arange(3, 40)[None]
+    batches, compiled = [Batch({"input_ids": ids, "labels": ids})], torch.compile(model, backend="eager")
+    assert evaluate(compiled, batches) == pytest.approx(evaluate(model, batches))
+    assert evaluate_kl(compiled, model, batches).kl == pytest.approx(0, abs=1e-6)

@@ -300,8 +300,9 @@ def test_every_size_may_be_symbolic_in_torch_compile(options: dict[str, int]) ->
 def test_a_scale_that_is_not_positive(softmax_scale: float) -> None:
     """Whichever backend "auto" chooses: torch's kernel for causal attention on the CPU returns NaN."""
     q, k, v = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16), torch.randn(2, 5, 2, 16)
-    out = attention(q, k, v, softmax_scale=softmax_scale)
-    torch.testing.assert_close(out, by_definition(q, k, v, softmax_scale=softmax_scale))
+    for call in (attention, torch.compile(attention, backend="eager", dynamic=True, fullgraph=True)):
+        out = call(q, k, v, softmax_scale=softmax_scale)
+        torch.testing.assert_close(out, by_definition(q, k, v, softmax_scale=softmax_scale))
 
 
 def test_no_tokens_of_packed_documents() -> None:

@@ -768,6 +768,20 @@ def test_a_softcap_and_a_scale_of_the_embeddings_in_files(kind: str, profile: st
             load(changes)
 
 
+@pytest.mark.parametrize("profile", ["speculators", "deepspec"])
+def test_a_softcap_of_a_head_precedes_the_one_of_its_layers(profile: str, tmp_path: Path) -> None:
+    base, first, again = target(dtype="float32"), tmp_path / "first", tmp_path / "again"
+    model = stirred("gemma4", base)
+    export_named(model, first, profile, "x")
+    config = json.loads((first / "config.json").read_text())
+    (first / "config.json").write_text(json.dumps({**config, "dflash_config": {"final_logit_softcapping": 0.5}}))
+    capped = lm.DSparkModel.from_pretrained(base, first)
+    assert (model.config.decoder.head.softcap, capped.config.decoder.head.softcap) == (1.5, 0.5)
+    export_named(capped, again, profile, "x")
+    assert lm.DSparkModel.from_pretrained(base, again).config.decoder == capped.config.decoder
+    assert verify_heads(first, TARGET).passed
+
+
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     base = target(dtype="float32")
     stirred("vanilla", base).export(tmp_path / "speculators", base_model="x")

@@ -84,8 +84,8 @@ class Backend:
 
 def refuses_scale(request: AttentionRequest) -> str | None:
     """Why kernels that scale the scores after they mask them cannot serve a request: -inf times a factor that is not
-    above 0 is inf or NaN. None if they can, or while compiling, where the factor may be a symbol without a value."""
-    return None if request.compiling or request.softmax_scale > 0 else "it needs a softmax_scale above 0"
+    above 0 is inf or NaN. None if they can."""
+    return None if request.softmax_scale > 0 else "it needs a softmax_scale above 0"
 
 
 def needs_mask(request: AttentionRequest) -> bool:
