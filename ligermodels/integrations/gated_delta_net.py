@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from ligermodels.integrations.modules import OnModules, attribute_named, native_of, part_named, projected
+from ligermodels.integrations.modules import OnModules, attribute_named, in_one_dtype, native_of, part_named, projected
 from ligermodels.layers.causal_conv import CausalConv
 from ligermodels.layers.gated_delta_net import Decay, GatedDeltaNet, GatedDeltaNetConfig, GatedNorm
 
@@ -37,13 +35,6 @@ class HFGatedNorm(OnModules, GatedNorm):
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """See `GatedNorm`. The dtypes may differ; see `in_one_dtype`."""
         return in_one_dtype(super().forward, x, z)
-
-
-def in_one_dtype(norm: Callable[[Tensor, Tensor], Tensor], x: Tensor, z: Tensor) -> Tensor:
-    """norm(x, z) in the wider of their dtypes, as x's: in transformers' own forward of a mixer, the result x of a scan
-    may be float32 beside a gate z in 16 bits."""
-    dtype = torch.promote_types(x.dtype, z.dtype)
-    return norm(x.to(dtype), z.to(dtype)).to(x.dtype)
 
 
 class HFDecay(OnModules, Decay):

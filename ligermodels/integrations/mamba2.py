@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ligermodels.integrations.gated_delta_net import in_one_dtype
-from ligermodels.integrations.modules import OnModules, attribute_named, part_named
+from ligermodels.integrations.modules import OnModules, attribute_named, in_one_dtype, part_named
 from ligermodels.layers.mamba2 import GatedGroupNorm, Mamba2, Mamba2Config, Steps
 
 

@@ -15,6 +15,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
@@ -163,6 +164,13 @@ def projected(module: nn.Module, name: str, x: Tensor) -> Tensor:
     of PEFT may return float32 there, and native layers take the results of several projections in one dtype."""
     (y,) = under_autocast(part(module, name)(x))
     return cast(Tensor, y)
+
+
+def in_one_dtype(norm: Callable[[Tensor, Tensor], Tensor], x: Tensor, z: Tensor) -> Tensor:
+    """The result of a gated norm of x with the gate z, computed in the wider of their dtypes and returned in x's: in
+    transformers' own forward of a mixer, the result x of a scan may be float32 beside a gate in 16 bits."""
+    dtype = torch.promote_types(x.dtype, z.dtype)
+    return norm(x.to(dtype), z.to(dtype)).to(x.dtype)
 
 
 def is_ours(module: nn.Module, forward: Callable[..., Any]) -> bool:

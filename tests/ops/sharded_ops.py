@@ -165,12 +165,15 @@ def check_vocabulary_shards(mesh: Any, kernels: bool) -> None:
         if op is not ops.linear_cross_entropy:
             continue
         logits = torch.nn.functional.linear(hidden, weight, bias)
-        whole, shards = logits.clone().requires_grad_(), distribute_tensor(logits, mesh, [Shard(2)]).requires_grad_()
+        whole = logits.clone().requires_grad_()
+        shards, own = (distribute_tensor(logits, mesh, [Shard(2)]).requires_grad_() for _ in range(2))
         results = [ops.cross_entropy(x, target, **options) for x in (whole, shards)]
         results = [x if isinstance(x, tuple) else (x,) for x in results]
         check_equal(*results, f"cross_entropy, {options}", tolerances)
         for found in results:
             (found[0] * found[0].sin()).sum().backward()
+        own.to_local().sum().backward()
+        assert shards.grad.placements == own.grad.placements  # Shard(2), where torch keeps it
         check_equal([whole.grad], [shards.grad], f"cross_entropy, {options}", tolerances)
 
 
